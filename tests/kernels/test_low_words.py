@@ -178,3 +178,39 @@ def test_a_gradient_is_coarse_where_more_than_an_eighth_of_its_features_lie_belo
     assert not low_words.is_coarse(few, exponent) and low_words.is_coarse(few.repeat(1, 2), exponent)
     assert low_words.is_coarse(torch.full((features, 2), below), exponent, 0)
     assert not low_words.is_coarse(torch.tensor(below), exponent)
+    apart = torch.ones(2, features)
+    apart[0] = below
+    assert not low_words.is_coarse(apart, exponent), "the largest of a feature counts"
+    assert not low_words.is_coarse(apart.unsqueeze(1), exponent)
+    apart[:, : features // 2], apart[1, features // 2 : features // 2 + 20 * step] = 0.0, below
+    assert low_words.is_coarse(apart, exponent), "20 of the 128 that are not zero"
+
+
+def test_a_loss_is_told_from_where_it_was_met_if_more_than_an_eighth_lose_more_than_an_eighth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    features, step = low_words.FEATURES, low_words.FEATURES // low_words._SAMPLED
+
+    def told(x: Tensor, lost: int, share: float, axis: int = -1) -> list[warnings.WarningMessage]:
+        value = x.clone()
+        value.movedim(axis, 0)[: lost * step] *= 1 - share
+        monkeypatch.setattr(low_words, "_warned", set())
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            low_words.warn_of_loss(x, value, DFP, "it", axis)
+            low_words.warn_of_loss(x, value, DFP, "it", axis)
+        return found
+
+    x = torch.full((3, features), -2.0)
+    x[0] = 1e-3
+    assert not told(x, 32, 1.0) and not told(x, 256, 0.125) and not told(x, 256, 0.12)
+    (found,) = told(x, 33, 0.126)
+    assert str(found.message).startswith(f"it: of its {features} features 13% are lost under the shared scale of {DFP}")
+    assert found.filename == __file__
+    x[:, features // 2 :] = 0
+    (found,) = told(x, 17, 1.0)
+    assert "features 13% are lost" in str(found.message), "of those that are not zero"
+    assert not told(x, 16, 1.0) and not told(x[:, : features - 1].contiguous(), 256, 1.0)
+    assert len(told(x.t().contiguous(), 128, 1.0, 0)) == 1 and not told(x, 256, 1.0, 0)
+    assert not told(torch.empty(0, features), 256, 1.0) and not told(torch.tensor(1.0).expand(1), 1, 1.0)
+    low_words.warn_of_loss(torch.tensor(1.0), torch.tensor(0.0), DFP, "a number")

@@ -193,7 +193,11 @@ def test_whether_numbers_are_in_the_format_does_not_depend_on_the_scaling(name: 
 
 
 @pytest.mark.parametrize("unit", [-30, -14])
-def test_a_transposed_tensor_in_the_format_is_recognised_where_it_lies(unit: int) -> None:
+def test_a_transposed_tensor_in_the_format_is_recognised_where_it_lies(
+    unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.library() is not None:
+        monkeypatch.setattr(mantissas, "own_exponent", lambda *_: pytest.fail("it was copied"))
     x = values(torch.randint(-32767, 32768, (7, 90), generator=torch.Generator().manual_seed(0)).short(), unit)
     assert exact_exponent(x.t(), FLEX) == exact_exponent(x, FLEX) is not None
     x[3, 3] += 2.0 ** (unit - 3)
@@ -487,6 +491,81 @@ def test_an_exponent_that_is_given_once_serves_whatever_the_numbers_are(name: st
             assert int(own_exponent(x, parse("flex16+5:static(exponent=-8)"))) == -8
         assert int(own_exponent(torch.tensor([1.0, math.inf]), FLEX)) == mantissas.NOT_FINITE
         assert int(own_exponent(torch.tensor([1.0, math.inf]), FLEX, only_finite=True)) == -14
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_the_exponent_of_a_maximum_is_that_of_subnormal_numbers_too(name: str) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    wide = parse("i16@2^-180..20/tensor")
+    with use(name):
+        for largest, exponent in (
+            *((2.0**place, place - 14) for place in (-149, -148, -140, -127, -126, -125, 0, 34)),
+            *((3 * 2.0**-149, -162), (2.0**-126 - 2.0**-149, -141), (2.0**35, 20), (0.0, 0), (1.75, -14)),
+        ):
+            for cast in (wide, Cast(wide.format)):
+                x = torch.tensor([0.0, -largest, largest / 2])
+                assert int(own_exponent(x, cast)) == int(own_exponent(x, cast, only_finite=True)) == exponent
+        for place in (-149, -126, 3):
+            lower = parse("i16@2^-100..20/tensor:current(headroom=2)")
+            assert int(own_exponent(torch.tensor([2.0**place]), lower)) == max(place - 12, -100)
+
+
+def test_scales_beyond_all_exponents_are_nan_or_nothing() -> None:
+    x = torch.tensor([3.0, -1.0, 0.0])
+    assert mantissas.times(x, as_exponent(-2)).tolist() == [0.75, -0.25, 0.0]
+    assert not mantissas.times(x, as_exponent(mantissas.NOTHING)).any()
+    for far in (mantissas.NOT_FINITE, mantissas.NOT_FINITE - 900):
+        assert mantissas.times(x, as_exponent(far)).isnan().all() and mantissas.power(as_exponent(far)).isnan()
+    powers = {-1022: -1022, -2000: -1022, 0: 0, -31: -31, 1023: 1023, 2000: 1023}
+    assert all(float(mantissas.power(as_exponent(one))) == 2.0**other for one, other in powers.items())
+    assert mantissas.power(as_exponent(mantissas.NOTHING)) == 0
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_units_are_rounded_in_each_direction_under_any_exponent(name: str, dtype: torch.dtype) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    units = torch.tensor([0.25, 1.5, -2.5, -0.75, 40000.0, -40000.0, 3.0], dtype=dtype)
+    expected = {
+        "toward-zero": [0, 1, -2, 0, 32767, -32767, 3],
+        "up": [1, 2, -2, 0, 32767, -32767, 3],
+        "down": [0, 1, -3, -1, 32767, -32767, 3],
+        "nearest-even": [0, 2, -2, -1, 32767, -32767, 3],
+    }
+    with use(name):
+        for rounding, integers in expected.items():
+            cast = parse(f"dfp16:{rounding}")
+            for exponent in (-90, -3, 0, 7):
+                assert to_mantissas(units * 2.0**exponent, cast, exponent).payload.tolist() == integers, rounding
+            tiny = to_mantissas(torch.tensor([2.0**-149, -(2.0**-149)], dtype=dtype), cast, 20).payload.tolist()
+            assert tiny == [int(rounding == "up"), -int(rounding == "down")]
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_whether_numbers_are_in_the_format_is_asked_of_a_hint_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    lowest, small = torch.tensor([-32768.0, 3.0]) * 2.0**-9, torch.tensor([4.0, 8.0]) * 2.0**-3
+    with use(name):
+        for dtype in (torch.float32, torch.float64):
+            x = lowest.to(dtype)
+            assert mantissas.exact(x, FLEX, as_exponent(-9)) == (True, -9) and not mantissas.exact(x, FLEX)[0]
+            assert mantissas.exact(small.to(dtype), FLEX, as_exponent(-5)) == (True, -5)
+            assert mantissas.exact(small.to(dtype), FLEX, as_exponent(-2)) == (True, -2)
+            assert mantissas.exact(small.to(dtype), FLEX, as_exponent(2)) == (True, -14)
+        assert exact_exponent(small.half(), FLEX) == exact_exponent(small.bfloat16(), FLEX) == -14
+        finer = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)
+        assert exact_exponent(finer, FLEX) is None and not mantissas.exact(finer, FLEX, as_exponent(-14))[0]
+        monkeypatch.setattr(mantissas, "answers_at_once", lambda _: False)  # as on a device
+        for x, hint, is_exact in (
+            (small, None, True),
+            (small + 2.0**-20, None, False),
+            (lowest, as_exponent(-9), True),
+        ):
+            found, _ = mantissas.exact(x, FLEX, hint)
+            assert isinstance(found, Tensor) and found.shape == () and bool(found) is is_exact
 
 
 def test_numbers_of_fp64_are_rounded_as_they_are() -> None:

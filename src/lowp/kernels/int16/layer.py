@@ -201,7 +201,7 @@ class LayerPlan:
         for entry, layout in zip(entries, self._of_gradients, strict=True):
             if entry is None:
                 made.append(None)
-                given += (0, 0, 0)
+                given += (0,) * 3
                 continue
             values, payload = torch.empty_strided(*layout, dtype=torch.float32, device=_CPU), None
             if self.is_written:

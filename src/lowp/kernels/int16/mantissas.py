@@ -289,7 +289,7 @@ def written(x: Tensor, cast: Cast, exponent: Tensor) -> tuple[Tensor, Tensor, Te
     nothing = torch.zeros_like(flags, dtype=torch.int64)
     parts = largest, *counts, nothing, nothing, torch.full((), x.numel(), device=x.device), flags, nothing
     record = torch.stack([one.to(torch.int64) for one in parts])
-    result = torch.where(finite, powers.times(bounded, exponent), x if x.dtype is torch.float64 else x.float())
+    result = torch.where(finite, powers.times(bounded, exponent), x)
     return bounded.nan_to_num(nan=0.0).to(torch.int16), result.float(), record
 
 
