@@ -152,9 +152,87 @@ def test_each_of_the_160_bits_is_compared(place: int) -> None:
         digits = [word + difference if index == place else word for index, word in enumerate(drawn)]
         below = torch.full((7,), difference == 1)
         assert torch.equal(bitwise._is_below(digits, like, SEED), below)
-        cast, nothing = parse("fp16:stochastic"), torch.zeros(7, dtype=torch.bool)
         doubled = [digit.double() for digit in digits]
-        assert torch.equal(reference._below_digits(doubled, like, cast, SEED, nothing), below)
+        assert torch.equal(reference._below_digits(doubled, like, parse("fp16:stochastic"), SEED), below)
+
+
+@pytest.mark.parametrize("name", ["reference", *FAST])
+@pytest.mark.parametrize("mode", ["stochastic", "stochastic-b", "stochastic-c"])
+@pytest.mark.parametrize("random_bits", [1, 2, 24, 25, 31, 32])
+def test_all_random_bits_are_compared_and_what_lies_behind_them_is_rounded(
+    random_bits: int, mode: str, name: str
+) -> None:
+    """Fractions are the drawn bits or one more or less, and any share of a unit behind them."""
+    drawn = philox.words(torch.zeros(256, dtype=torch.float64), SEED) >> 32 - random_bits
+    half = 1 << 18
+    for near, behind in itertools.product((-1, 0, 1), (0, 1, half - 1, half, half + 1, 2 * half - 1)):
+        units = (drawn + near).clamp(0, (1 << random_bits) - 1)
+        up = {
+            "stochastic": torch.zeros_like(units),
+            "stochastic-b": torch.full_like(units, behind >= half),
+            "stochastic-c": units % 2 if behind == half else torch.full_like(units, behind > half),
+        }[mode]
+        fraction = (units.double() + behind / (2.0 * half)) / 2.0**random_bits  # exact
+        for x, element, least in ((fraction, "i8", 0.0), (2 * fraction - 1, "i1", -1.0)):
+            out = torch.empty_like(x)
+            IMPLEMENTATIONS[name].quantize(x, parse(f"{element}:{mode}-{random_bits}"), SEED, out)
+            assert torch.equal(out, torch.where(drawn < units + up, 1.0, least).double()), (near, behind, element)
+
+
+@pytest.mark.parametrize("name", ["reference", *FAST])
+def test_bits_far_behind_the_half_of_a_unit_make_it_more(name: str) -> None:
+    # of 12 random bits the half is at place 13, and 53 bits from it on end in the third word
+    x = torch.full((1 << 14,), 2.0**-13 + 2.0**-65, dtype=torch.float64)
+    drawn = philox.words(x, SEED) >> 20
+    assert (drawn == 0).any()
+    for one, is_more in ((x, True), (x - 2.0**-65, False)):
+        out = torch.empty_like(one)
+        IMPLEMENTATIONS[name].quantize(one, parse("i8:stochastic-c-12"), SEED, out)
+        assert torch.equal(out, ((drawn == 0) & is_more).double())
+
+
+@pytest.mark.parametrize("name", ["reference", *FAST])
+def test_the_smallest_number_is_no_longer_as_likely_one_as_minus_one(name: str) -> None:
+    x = torch.tensor([-5e-324, 5e-324, 0.0, -0.0], dtype=torch.float64).repeat_interleave(64)
+    out = torch.empty_like(x)
+    IMPLEMENTATIONS[name].quantize(x, parse("i1:stochastic-1"), SEED, out)
+    drawn = torch.where(philox.words(x, SEED) >> 31 == 0, 1.0, -1.0).double()
+    assert torch.equal(out, torch.cat((torch.full((64,), -1.0, dtype=torch.float64), drawn[64:])))
+
+
+def test_the_probabilities_of_stochastic_rounding_have_160_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [2.0**-power * odd for power in (1, 31, 32, 33, 60, 107, 108, 110, 140) for odd in (1, 1 - 2.0**-53)]
+    sizes += [0.0, 0.3, 2.0**-159, 2.0**-160, 2.0**-161, 3 * 2.0**-161, 2.0**-400]
+    x = torch.tensor([sign * size for size in sizes for sign in (1, -1)], dtype=torch.float64)
+    seen: list[list[Tensor]] = []
+
+    def below(digits: list[Tensor], *_: object) -> Tensor:
+        seen.append(digits)
+        return x > 0
+
+    monkeypatch.setattr(bitwise, "_is_below", below)
+    monkeypatch.setattr(reference, "_below_digits", below)
+    for cast in (parse("i1:stochastic"), parse("i8:stochastic")):
+        wanted = [
+            int((1 + Fraction(v)) / 2 * 2**160 if cast.element.bits == 1 else abs(v) * 2**160) for v in x.tolist()
+        ]
+        for module in (bitwise, reference):
+            seen.clear()
+            module.quantize(x, cast, 0, torch.empty_like(x))
+            (digits,) = seen
+            assert len(digits) == 5
+            columns = zip(*(digit.tolist() for digit in digits), strict=True)
+            assert [sum(int(d) << 32 * (4 - at) for at, d in enumerate(one)) for one in columns] == wanted, module
+
+
+def test_the_words_behind_the_first_are_read_where_nobody_looks_whether_they_decide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64)
+    wanted = [bitwise.quantized(x, parse(one), SEED) for one in ("i1:stochastic", "fp16:stochastic")]
+    monkeypatch.setattr(bitwise, "_may_be_undecided", lambda undecided: True)
+    found = [bitwise.quantized(x, parse(one), SEED) for one in ("i1:stochastic", "fp16:stochastic")]
+    assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("name", ["reference", *FAST])

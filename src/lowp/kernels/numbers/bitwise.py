@@ -257,14 +257,14 @@ def _drawn(rest: Tensor, shift: Tensor, cast: Cast, seed: Seed) -> Tensor:
     """Return whether a uniform number is below rest / 2**shift, compared over 160 (or N) bits."""
     if cast.random_bits is None:
         return _is_below([_digit(rest, shift, place) for place in range(5)], rest, seed)
-    more = (rest & ((torch.ones_like(rest) << (shift - 64).clamp(0, 62)) - 1)) != 0
-    return _is_below_units([_digit(rest, shift, place) for place in range(2)], more, cast, seed)
+    return _is_below_units([_digit(rest, shift, place) for place in range(3)], cast, seed)
 
 
-def _is_below_units(digits: list[Tensor], more: Tensor, cast: Cast, seed: Seed) -> Tensor:
-    """Return whether the first N bits of the uniform number are below these two digits, which `more` follows.
+def _is_below_units(digits: list[Tensor], cast: Cast, seed: Seed) -> Tensor:
+    """Return whether the first N bits of the uniform number are below these digits.
 
     The fraction is cut to N bits, or rounded to them: half up, or half to even (IEEE P3109, StochasticA, B and C).
+    Half a unit is bit 33 at most, and 53 bits from it on end in the third digit.
     """
     assert cast.random_bits is not None
     cut = 32 - cast.random_bits
@@ -273,15 +273,15 @@ def _is_below_units(digits: list[Tensor], more: Tensor, cast: Cast, seed: Seed) 
     if cast.rounding is Rounding.STOCHASTIC_B:
         units = units + (rest >= half)
     elif cast.rounding is Rounding.STOCHASTIC_C:
-        units = units + ((rest > half) | ((rest == half) & (more | (units & 1 == 1))))
-    return philox.words(more, seed) >> cut < units
+        units = units + ((rest > half) | ((rest == half) & ((digits[2] != 0) | (units & 1 == 1))))
+    return philox.words(units, seed) >> cut < units
 
 
 def _is_below(digits: list[Tensor], like: Tensor, seed: Seed) -> Tensor:
     """Return whether the uniform number of each element is below the fraction of these five 32-bit digits."""
     first = philox.words(like, seed)
     below = first < digits[0]
-    undecided = (first == digits[0]) & ((digits[1] | digits[2] | digits[3] | digits[4]) != 0)
+    undecided = first == digits[0]
     if not _may_be_undecided(undecided):
         return below
     for digit, word in zip(digits[1:], philox.tail_words(like, seed), strict=True):
@@ -354,7 +354,7 @@ def _drawn_binary(x: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:
         digits[place] = torch.where(minus, difference & philox.MASK, sum_ & philox.MASK)
     if cast.random_bits is None:
         return _is_below(digits, x, seed)
-    return _is_below_units(digits[:2], more | ((digits[2] | digits[3] | digits[4]) != 0), cast, seed)
+    return _is_below_units(digits, cast, seed)
 
 
 def _codes(rounded: Tensor, is_nan: Tensor, format: FloatFormat) -> Tensor:

@@ -126,8 +126,8 @@ def _integers(x: Tensor, cast: Cast, seed: Seed) -> Tensor:
     if element.bits == 1:
         minus = negative & (significand != 0)
         if cast.is_stochastic:
-            # as in _round: of a number below 2**-900 it matters only that it is not zero
-            half = torch.where(significand == 0, 0.0, x.abs().clamp(2.0**-900, 1.0) / 2)
+            # as in _round: of a number below 2**-900 only the sign matters, and zero is as those above it
+            half = x.abs().clamp(2.0**-900, 1.0) / 2
             minus = torch.where(half < 0.5, ~_is_plus_one(half, minus, cast, seed), minus)
         return torch.where(minus, -1.0, 1.0).to(torch.float64)
     # Numbers from 2**53 on are integers, and beyond every integer format.
@@ -167,8 +167,7 @@ def _is_below(probability: Tensor, like: Tensor, cast: Cast, seed: Seed) -> Tens
 
     With N bits the probability is truncated to N bits, or rounded half up or half to even (P3109's StochasticA, B, C).
     """
-    digits, more = _digits(probability)
-    return _below_digits(digits, like, cast, seed, more)
+    return _below_digits(_digits(probability)[0], like, cast, seed)
 
 
 def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -181,13 +180,13 @@ def _digits(fraction: Tensor) -> tuple[list[Tensor], Tensor]:
     return digits, fraction > 0
 
 
-def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: Seed, more: Tensor) -> Tensor:
-    """Return whether the uniform number is below these digits followed by `more`."""
+def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: Seed) -> Tensor:
+    """Return whether the uniform number is below these digits."""
     first = philox.words(like, seed)
     if cast.random_bits is not None:
-        unit = 2.0 ** (32 - cast.random_bits)
-        more = more | (digits[1] + digits[2] + digits[3] + digits[4] > 0)
-        return (first / unit).floor() < _in_units(digits[0] / unit, more, cast.rounding)
+        cut, half = 32 - cast.random_bits, 2.0**31  # half a unit is bit 33 at most, 53 bits from it on end in digit 2
+        share = (digits[0] + (digits[1] >= half) / 2.0) / 2.0**cut
+        return first >> cut < _in_units(share, digits[1] % half + digits[2] > 0, cast.rounding)
     below = torch.zeros_like(first, dtype=torch.bool)
     undecided = torch.ones_like(below)
     for word, digit in zip((first, *philox.tail_words(like, seed)), digits, strict=True):
@@ -197,7 +196,7 @@ def _below_digits(digits: list[Tensor], like: Tensor, cast: Cast, seed: Seed, mo
 
 
 def _in_units(share: Tensor, more: Tensor, rounding: Rounding) -> Tensor:
-    """Return a number of at most 32 bits before and after the point, followed by `more`, rounded to units."""
+    """Return a number of at most 33 bits before and after the point, followed by `more`, rounded to units."""
     lower = share.floor()
     rest = share - lower
     if rounding is Rounding.STOCHASTIC_B:
@@ -216,7 +215,7 @@ def _is_plus_one(half: Tensor, minus: Tensor, cast: Cast, seed: Seed) -> Tensor:
         difference = one_half - digits[place] - borrow
         borrow = (difference < 0).to(torch.float64)
         digits[place] = torch.where(minus, difference + borrow * 2.0**32, one_half + digits[place])
-    return _below_digits(digits, half, cast, seed, more)
+    return _below_digits(digits, half, cast, seed)
 
 
 def _has_nan(element: FloatFormat | IntFormat) -> bool:
