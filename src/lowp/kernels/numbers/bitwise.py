@@ -146,7 +146,7 @@ def parameters(cast: Cast, dtype: torch.dtype) -> Parameters:
     if isinstance(element, IntFormat):
         # The integers are the numbers of a format whose neighbours are 1 apart everywhere: all "subnormal".
         largest, lowest = bits(float(element.maximum)), bits(-float(element.minimum))
-        return Parameters(carrier, 10_000, 0, bits(1.0), 0, None, largest, lowest, 0)
+        return Parameters(carrier, carrier.mantissa_bits, 0, bits(1.0), 0, None, largest, lowest, lowest)
     return Parameters(
         carrier,
         element.min_exponent,
@@ -205,10 +205,7 @@ def _round(magnitude: Tensor, negative: Tensor, cast: Cast, p: Parameters, seed:
     hidden = 1 << mantissa_bits  # not (field > 0) << 52: torch 2.13's inductor shifts a converted bool in 32 bits
     significand = torch.where(field > 0, (magnitude & (hidden - 1)) | hidden, magnitude)
 
-    if isinstance(cast.element, IntFormat):
-        shift = (mantissa_bits - exponent).clamp(min=0)
-    else:
-        shift = p.dropped + (p.min_exponent - exponent).clamp(min=0)
+    shift = p.dropped + (p.min_exponent - exponent).clamp(min=0)
     # Beyond mantissa_bits + 2 places nothing but the smallest distance is left to choose: below half, not zero.
     places = shift.clamp(max=mantissa_bits + 2)
     one = torch.ones_like(magnitude)

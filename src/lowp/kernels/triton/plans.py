@@ -130,7 +130,7 @@ def plan(cast: Cast, dtype: torch.dtype) -> CastPlan:
 
 def _form(cast: Cast, p: Parameters) -> CastTraits:
     element = cast.element
-    wide, varying = p.carrier == CARRIERS[torch.float64], _is_varying(element, p)
+    wide, varying = p.carrier == CARRIERS[torch.float64], _low_field(p) > 1
     anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
     by_addition = anchored and not wide and _adds(cast, p)
     by_noise = not wide and _adds_noise(cast)
@@ -148,7 +148,7 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
         by_sum=by_addition and varying and cast.rounding in _DIRECTED and _is_summed(element, p),
         by_noise=by_noise,
         by_product=below and anchored and _cuts_most(cast, p),
-        reaches_subnormals=below and p.dropped + _low_field(cast, p) <= _DIGITS,
+        reaches_subnormals=below and p.dropped + _low_field(p) <= _DIGITS,
         by_code=p.parity_offset is not None,
         flush=p.flush_below != 0,
         has_zero=element.has_zero,
@@ -164,11 +164,6 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
 def _signs(element: FloatFormat | IntFormat) -> tuple[bool, bool]:
     """Return whether a format has numbers below zero, and whether it has -0."""
     return (element.signed, element.has_minus_zero) if isinstance(element, FloatFormat) else (True, False)
-
-
-def _is_varying(element: FloatFormat | IntFormat, p: Parameters) -> bool:
-    """Whether more bits are cut from small numbers: the smallest normal one is not the carrier's."""
-    return not isinstance(element, FloatFormat) or p.min_exponent + p.carrier.bias > 1
 
 
 def _adds(cast: Cast, p: Parameters) -> bool:
@@ -210,26 +205,24 @@ def _unit(cast: Cast) -> int:
     return element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else 0
 
 
-def _low_field(cast: Cast, p: Parameters) -> int:
-    """Return the exponent field below which more bits are cut: of the smallest normal number, or of integers' unit."""
-    lowest = p.min_exponent if isinstance(cast.element, FloatFormat) else p.carrier.mantissa_bits
-    return lowest + p.carrier.bias
+def _low_field(p: Parameters) -> int:
+    """Return the exponent field below which more bits are cut; none are if the carrier has none below it."""
+    return p.min_exponent + p.carrier.bias
 
 
 def _numbers(cast: Cast, p: Parameters) -> Numbers:
     mantissa_bits, bias = p.carrier.mantissa_bits, p.carrier.bias
     anchor = _unit(cast) + mantissa_bits + bias
-    lowest = _low_field(cast, p) - bias
     return Numbers(
         dropped=p.dropped,
-        low_field=_low_field(cast, p),
+        low_field=_low_field(p),
         quantum=p.quantum,
-        smallest_normal=max(_low_field(cast, p), 0) << mantissa_bits,
+        smallest_normal=max(_low_field(p), 0) << mantissa_bits,
         below_half=(1 << p.dropped >> 1) - 1 if p.dropped else 0,
         anchor=min(max(anchor, 0), 2 * bias) << mantissa_bits,
         lift=1 << (32 - p.dropped) if p.dropped >= _MOST_CUT and mantissa_bits < 32 else 0,
-        shrink=_power_bits(-126 - lowest),
-        grow=_power_bits(126 + lowest),
+        shrink=_power_bits(-126 - p.min_exponent),
+        grow=_power_bits(126 + p.min_exponent),
         flush_below=p.flush_below,
         parity_offset=p.parity_offset or 0,
         maximum=p.maximum,
@@ -255,7 +248,7 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     if isinstance(format, IntFormat):
         shape = Layout(wide=wide, integer=True, in_byte=format.bits == 8, in_nibble=format.bits == 4)
         return shape, Codes(anchor=anchor, quantum=p.quantum, most=format.maximum, least=-format.minimum)
-    varying, nan = _is_varying(format, p), format.nan_code
+    varying, nan = _low_field(p) > 1, format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
     infinity = format.infinity_code
     kind = "none" if nan is None else "minus-zero" if nan > all_ones else "above"
@@ -282,8 +275,8 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     )
     codes = Codes(
         dropped=p.dropped,
-        low_field=p.min_exponent + bias,
-        smallest_normal=max(p.min_exponent + bias, 0) << mantissa_bits,
+        low_field=_low_field(p),
+        smallest_normal=max(_low_field(p), 0) << mantissa_bits,
         offset=(bias - format.bias) << format.mantissa_bits,
         subnormals_from=1 << format.mantissa_bits,
         anchor=anchor,
