@@ -611,6 +611,22 @@ def test_shapes_and_dtypes_of_codes_are_known_before_these_are_computed(to: str,
     for packed in (False, True):
         codes, fake = (torch.ops.lowp.encode(one, to, 0, None, 0, packed) for one in (x, x.to("meta")))
         assert (fake.shape, fake.dtype) == (codes.shape, codes.dtype)
+        for length in (None, *shape[-1:]) if packed else (None,):
+            given = to, torch.float64, packed, length
+            values, fake = (torch.ops.lowp.decode(one, *given) for one in (codes, codes.to("meta")))
+            assert (fake.shape, fake.dtype) == (values.shape, values.dtype)
+
+
+@pytest.mark.parametrize("cast", ["mxfp4", "nvfp4", "int8", "int8-affine", "e2m1@e8m0/tensor"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_shapes_of_values_under_scales_are_known_before_these_are_computed(cast: str, packed: bool) -> None:
+    q = encode(torch.rand(3, 35), cast, packed=packed)
+    parts = q.payload, q.scale, q.outer, q.zero_point
+    for dtype in (torch.float32, torch.float64):
+        given = q.cast.text, dtype, q.length
+        values = torch.ops.lowp.decode_scaled(*parts, *given)
+        fake = torch.ops.lowp.decode_scaled(*(None if one is None else one.to("meta") for one in parts), *given)
+        assert (fake.shape, fake.dtype) == (values.shape, values.dtype) == ((3, 35), dtype)
 
 
 def test_statistics_are_of_the_elements_alone_however_they_lie() -> None:

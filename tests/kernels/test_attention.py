@@ -132,6 +132,8 @@ def test_a_row_that_a_mask_hides_as_a_whole_is_zeros_wherever_it_stands() -> Non
         found = probabilities(scores, mask, False)
         rest = torch.tensor([0, 1, 3])
         assert not found[:, 2].any() and torch.equal(found[:, rest], scores.softmax(-1)[:, rest])
+        of_heads = probabilities(scores.expand(3, 2, 4, 6), mask, False)
+        assert torch.equal(of_heads, found.expand(3, 2, 4, 6))
     wide = probabilities(scores, None, True)  # the i-th row sees the first i + 1 columns
     for row in range(4):
         assert not wide[:, row, row + 1 :].any()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fp32_defined import defined
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lowp import kernels
@@ -259,3 +260,66 @@ def test_packed_weights_are_multiplied_as_they_are_stored() -> None:
     scales = x.double().abs().mean(1).float()[:, None] * w.double().abs().mean(1).float()
     assert torch.equal(found, torch.where(x < 0, -1.0, 1.0) @ torch.where(w < 0, -1.0, 1.0).t() * scales)
     assert torch.equal(contract_packed((signs(x), signs(w)), scales[0]), found + scales[0])
+
+
+@pytest.mark.parametrize("words", ["fp16/8", "bf16/32"])
+def test_a_short_sum_is_rounded_after_every_block_from_the_first_element_on(words: str) -> None:
+    dtype, block = {"fp16/8": (FP16, 8), "bf16/32": (BF16, 32)}[words]
+    x, w, bias = drawn(3, 70), drawn(5, 70), drawn(5)
+    total = torch.zeros(3, 5)
+    for start in range(0, 70, block):
+        total = (total + x[:, start : start + block] @ w[:, start : start + block].t()).to(dtype).float()
+    form = Linear((3, 70), (5, 70))
+    with kernels.use("bitwise"):
+        found = contract(form, OUTPUT, (x, w), Accumulation.parse(words))
+        with_bias = contract(form, OUTPUT, (x, w), Accumulation.parse(words), bias=bias, finish=lambda y: -y)
+    assert torch.equal(found, total) and torch.equal(with_bias, -(total + bias))
+
+
+class ThreeOperands:
+    """A form that has no matrices, as that of attention."""
+
+    def product(self, slot: int, *operands: Tensor, bias: Tensor | None) -> Tensor:
+        return sum(operands, torch.zeros(()) if bias is None else torch.where(bias, 1.0, 0.0))
+
+
+def test_a_form_without_matrices_is_torchs_and_a_mask_keeps_its_dtype() -> None:
+    given, mask = tuple(drawn(2, 3, dtype=BF16) for _ in range(3)), torch.tensor([[True], [False]])
+    for way, wide in ((None, torch.float32), ("reference", torch.float64)):
+        with by(way):
+            found = contract(ThreeOperands(), OUTPUT, given, bias=mask)
+        wanted = sum((one.to(wide) for one in given), torch.tensor([[1.0], [0.0]], dtype=wide)).float()
+        assert torch.equal(found, wanted) and found.dtype is torch.float32
+
+
+@pytest.mark.skipif(not HERE, reason="the C++ library is not here")
+def test_operands_with_gaps_in_both_directions_are_copied_each_where_it_has_them() -> None:
+    left, right = drawn(3, 40), drawn(40, 5)
+    with_gaps = drawn(6, 80)[::2, ::2].copy_(left), drawn(80, 10)[::2, ::2].copy_(right)
+    wanted = fp32_products.multiply(left, right)
+    for a in (left, with_gaps[0]):
+        for b in (right, with_gaps[1]):
+            assert torch.equal(fp32_products.multiply(a, b), wanted)
+    batched = torch.stack([left, -left])
+    assert torch.equal(fp32_products.multiply(batched, torch.stack([right, right])), torch.stack([wanted, -wanted]))
+
+
+def test_the_shape_of_a_product_is_known_before_it_is_computed() -> None:
+    with FakeTensorMode():
+        for leading in ((), (2,), (2, 3)):
+            found = torch.ops.lowp.multiply(torch.empty(*leading, 3, 4), torch.empty(*leading, 4, 5).half(), None)
+            assert found.shape == (*leading, 3, 5) and found.dtype is torch.float32
+
+
+@pytest.mark.parametrize("way", [None, "cpu", "bitwise", "native"])
+@pytest.mark.parametrize("is_here", [False, True])
+def test_what_is_compiled_is_the_librarys_where_nothing_else_is_asked_for(
+    way: str | None, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp32_products, "forced", lambda: way)
+    monkeypatch.setattr(programs, "is_here", lambda: is_here)
+    assert fp32_products.serves_compiled() is (is_here and way in (None, "cpu"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.ones(2, 3)
+    assert contraction._serves(x, x.half()) is (is_here and way in (None, "cpu"))
+    assert not contraction._serves(x, x.double()) and not contraction._serves(x.to("meta"))

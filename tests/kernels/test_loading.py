@@ -83,7 +83,7 @@ def test_a_missing_library_is_said_where_it_was_asked_for(monkeypatch: pytest.Mo
 
 def test_instruction_sets_have_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     own, every = cpu.loaded(), cpu.available()
-    assert every == cpu.INSTRUCTION_SETS[: len(every)]
+    assert every == cpu.INSTRUCTION_SETS[: len(every)] and own.lowp_casts_select(-1) == len(every) - 1
     cpu.select(None)
     assert cpu.level() == -1 and cpu.asked() == ""
     for level, name in enumerate(every):

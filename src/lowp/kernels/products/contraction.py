@@ -171,11 +171,9 @@ def is_native(output: Cast | None, *operands: Tensor) -> bool:
     Such a product sums in fp32 and rounds once, including the bias. Other 16-bit products of a CPU must be forced.
     """
     dtype = operands[0].dtype
-    if output is None or dtype not in _TO_NEAREST:
+    if output is None or output != _TO_NEAREST.get(dtype) or any(one.dtype is not dtype for one in operands):
         return False
-    if torchs_own_device(operands[0], dtype, is_fused=len(operands) > 2) is None:
-        return False
-    return all(one.dtype is dtype for one in operands) and output == _TO_NEAREST[dtype]
+    return torchs_own_device(operands[0], dtype, is_fused=len(operands) > 2) is not None
 
 
 def _is_small(form: Any, x: Tensor) -> bool:
