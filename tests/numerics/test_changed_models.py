@@ -202,3 +202,46 @@ def test_the_names_of_what_an_optimizer_steps_follow_those_of_the_models() -> No
     model.weight = nn.Parameter(torch.ones(2, 2))
     optimizer.param_groups[0]["params"] = [model.weight]
     assert cycle.parameters(optimizer) == [("Linear.weight", model.weight)]
+
+
+def test_parameters_that_were_replaced_are_known_and_those_that_others_stand_for_keep_their_names() -> None:
+    model = nn.Linear(2, 2)
+    models, old, version = Models(model), model.weight, 1
+    assert not models.renew() and models.version == version
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    assert models.renew() is False and models.version == version + 1
+    assert {name: one for one, name in models.parameters.items()} == {
+        "weight": id(model.weight),
+        "bias": id(model.bias),
+    }
+    assert id(old) not in models.parameters
+
+    def look(module: nn.Module, args: object) -> None:
+        models.renew()
+        seen.append(dict(models.parameters))
+
+    seen: list[dict[int, str]] = []
+    model.register_forward_pre_hook(look)
+    known = dict(models.parameters)
+    torch.func.functional_call(model, {"weight": torch.zeros(2, 2)}, (torch.ones(1, 2),))
+    assert seen == [known] and models.version == version + 2
+    model.extra = nn.Linear(1, 1)
+    assert models.renew() is True and models.parameters[id(model.extra.bias)] == "extra.bias"
+
+
+def test_one_model_needs_no_name_and_two_of_a_kind_get_numbers() -> None:
+    models = Models({"generator": nn.Linear(2, 2)})
+    assert list(models.roots) == [""] and set(models.parameters.values()) == {"weight", "bias"}
+    assert models.add(nn.Linear(2, 2)) == "Linear" and list(models.roots) == ["Linear", "Linear2"]
+    assert models.add(nn.Linear(2, 2)) == "" and list(models.roots) == ["Linear", "Linear2", "Linear3"]
+    assert list(Models({"a": nn.ReLU(), "b": nn.ReLU()}).roots) == ["a", "b"]
+
+
+def test_the_parameters_of_an_optimizer_are_looked_for_again_where_it_has_got_more() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    models, optimizer = Models(model), torch.optim.SGD(model[0].parameters(), lr=0.1)
+    cycle = Cycle(models)
+    first = cycle.parameters(optimizer)
+    assert [name for name, _ in first] == ["0.weight"] and cycle.parameters(optimizer) is first
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert [name for name, _ in cycle.parameters(optimizer)] == ["0.weight", "1.weight"]

@@ -303,6 +303,16 @@ def test_a_step_that_cannot_be_run_again_is_told_and_the_training_goes_on() -> N
     assert fault["kind"] == "unknown" and "cannot be run again: RuntimeError: no more data" in fault["hint"]
 
 
+def test_a_backward_pass_within_the_model_runs_again_too() -> None:
+    def moved(x: Tensor) -> Tensor:
+        place = x.detach().requires_grad_()
+        place.square().sum().backward()
+        assert place.grad is not None
+        return zeros_once(place.grad * 0 + x).abs().log()  # the fault
+
+    assert_place(fault_of(Model(moved)), "log", "between", "the fault")
+
+
 def test_a_step_that_is_finite_when_it_runs_again_is_told_as_such() -> None:
     fault = fault_of(Model(lambda x: x * (math.nan if Counter.next() == 3 else 1.0)))
     assert fault["kind"] == "unknown" and "the step was finite: something outside of the model's call" in fault["hint"]

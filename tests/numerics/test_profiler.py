@@ -829,6 +829,7 @@ def test_what_a_step_costs_is_measured_and_what_it_hides_is_bounded(monkeypatch:
         plan.turn(0, math.inf)
         assert plan.end_look([""], beside) == pytest.approx(0.25 + hides, abs=1e-4)
         assert budget.own == pytest.approx(0.25 + hides, abs=1e-4) and plan._own_before == budget.own
+        assert budget.guarding == 0.0
         assert plan.cost("") == pytest.approx(0.25 + hides, abs=1e-4)
 
 
@@ -872,7 +873,9 @@ def test_a_step_is_looked_at_and_guarded_as_far_as_there_is_room(monkeypatch: py
     plan.decide(5)
     assert not plan.is_busy and plan.rests(5) and plan._wakes > 6
     plan.looks, plan.in_region, plan._waiting = True, True, [""]
-    for own, modules in ((0.0, [""]), (9.9999, [])):  # whatever is seen, all of it is paid for
+    plan._costs[""] = 10.0
+    plan._measured.add("")
+    for own, modules in ((0.0, [""]), (1e-9, []), (9.9999, [])):  # whatever is seen, all of it is paid for
         budget.own, budget.guarding = own, 0.0
         plan.decide(6)
         assert plan.modules == modules

@@ -16,6 +16,7 @@ from torch import nn
 import lowp
 from lowp import distributed
 from lowp.errors import InvalidInput
+from lowp.numerics.blocks import blocks_of
 from lowp.numerics.models import fingerprint_of
 from lowp.numerics.part import failure, looked_at, parameter_key
 from lowp.numerics.record import (
@@ -410,3 +411,10 @@ def test_a_look_tells_a_tensor_by_its_bits_and_by_numbers_from_its_first_to_its_
     assert not looked_at(read, torch.full((64, 64), math.inf)).blocks
     assert parameter_key("a.b.weight", "update", "step") == Key("a.b", "weight", "update", "step")
     assert parameter_key("weight", "update", "step") == Key("", "weight", "update", "step")
+
+
+def test_blocks_of_a_scaled_gradient_are_those_of_the_tensor_as_it_is() -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    found = looked_at(Key("0", "linear", "grad", "backward"), x, 2.0**12).blocks
+    plain = blocks_of(x, "grad", "linear", float(x.abs().max()))
+    assert found.keys() == plain.keys() and all(np.array_equal(found[key].counts, plain[key].counts) for key in plain)

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from torch import nn
@@ -26,7 +27,7 @@ _EVERY = 50
 
 def is_sampled(step: int) -> bool:
     """Whether a step is looked at where there is no budget: 0, the powers of two to 32, and every fiftieth."""
-    return step == 0 or (step < _EVERY and step & (step - 1) == 0) or step % _EVERY == 0
+    return (step < _EVERY and step & (step - 1) == 0) or step % _EVERY == 0
 
 
 @dataclass
@@ -267,7 +268,7 @@ class Schedule:
         """The next step to decide on: by which the training has earned a look or a guard, or a round begins."""
         share, training = self._budget.share, self._budget.training
         if share is None or not self._waiting:
-            return next(one for one in range(step + 1, step + _EVERY + 1) if is_sampled(one))
+            return next(filter(is_sampled, count(step + 1)))
         wanted = self._budget.own + (self._whole if self._runs_otherwise else self.cost(self._waiting[0]))
         if self._divergence:
             wanted = min(wanted, self._budget.guarding / part + self._budget.idle)
