@@ -11,10 +11,12 @@ from numerics.small import network, recorded
 import lowp
 from lowp import presets
 from lowp.formats import ScaledFormat
+from lowp.numerics import policies
 from lowp.numerics.blocks import BlockLayout
-from lowp.numerics.policies import effects, high_layers, products, readings, sensitivities, worst
-from lowp.numerics.prediction import effect
-from lowp.numerics.record import Key, Part, Record
+from lowp.numerics.policies import cheapest, effects, high_layers, products, readings, sensitivities, worst
+from lowp.numerics.prediction import Effect, effect
+from lowp.numerics.record import Key, OpSeen, Part, Record
+from lowp.numerics.spectrum import Spectrum
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +134,84 @@ def test_the_blocks_that_a_preset_reads_are_counted(record: Record, preset: str)
             format = one.cast.format
             if one.product in ("forward", "input_gradient", "weight_gradient") and isinstance(format, ScaledFormat):
                 assert not format.scope.elements or (one.key, one.layout) in record.part.blocks, str(one)
+
+
+def test_where_blocks_were_counted_a_change_is_that_of_their_error(record: Record) -> None:
+    policy = lowp.Policy((lowp.Rule.of("linear", **OPERANDS),))
+    key = Key("3", "linear", "input", "forward")
+    seen, slope = record.tensors[key], record.part.slopes[key]
+    assert seen.tensors == 2 and seen.count == 2 * 8 * 32
+    error = effect(seen, "nvfp4", 1.0, record.part.blocks[key, BlockLayout(1, "16")]).error
+    per_step = error * seen.sum_squares / seen.count * slope.sum() / 2
+    assert sensitivities(record, policy)[str(key)] == pytest.approx(per_step**0.5)
+
+
+def by_hand(gradient: list[float], operand: list[float], *work: int) -> Record:
+    """Layers a, b, … of so many multiplications, with the same tensors but for those of b, which 8 bits do not hold."""
+    part = Part()
+    for name, multiplications in zip("abc", work, strict=False):
+        part.ops[name, "linear"] = OpSeen("contraction", 1, multiplications=multiplications)
+        many = [1.0 + place / 4096 for place in range(256)]
+        for role, phase, values in (("input", "forward", operand), ("grad", "backward", gradient)):
+            numbers = many if name == "b" else values
+            part.tensors[Key(name, "linear", role, phase)] = Spectrum.of(torch.tensor(numbers))
+    return Record({}, part, {"max_overhead": None})
+
+
+POWERS = [6.0, -3.0]  # which e2m1 holds as they are
+
+
+@pytest.mark.parametrize(
+    ("work", "bits", "what", "layers", "share"),
+    [
+        ((300, 100), 4, "bytes", ["e2m1", "bf16"], (3 * 0.125 + 0.5) / 4),
+        ((0, 0), 4, "bytes", ["e2m1", "bf16"], (0.125 + 0.5) / 2),
+        ((300, 100), 4, "area", ["e2m1", "bf16"], (3 * 4 + 64) / 4 / 576),
+        ((300, 100), 3, "area", ["bf16", "bf16"], 64 / 576),
+        ((300, 100, 0), 8, "bytes", ["e2m1", "bf16", "e2m1"], (300 * 0.125 + 100 * 0.5 + 0.125) / 401),
+    ],
+)
+def test_the_cost_of_a_policy_is_that_of_its_formats_by_their_work(
+    work: tuple[int, ...], bits: int, what: str, layers: list[str], share: float
+) -> None:
+    found = cheapest(by_hand(POWERS, POWERS, *work), bits, what, 60.0)
+    assert [one.partition("@")[0] for one in found.layers.values()] == layers
+    assert found.share == pytest.approx(share, rel=1e-12) and found.policy.name == f"{bits}-bit"
+    few = f"e2m1@fp32/tensor for {layers.count('e2m1')}" if "e2m1" in layers else ""
+    counts = ", ".join(filter(None, (f"bf16 for {layers.count('bf16')}", few)))
+    assert str(found) == f"cheapest policy: {counts} of {len(layers)} layers; {what} {100 * share:.1f} % of fp32's"
+
+
+def test_gradients_may_keep_eight_decibels_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "CANDIDATES", ("e2m1",))
+    rough = [6.0, -3.0, 1.3, 5.1, 2.2]
+    ratio = effect(Spectrum.of(torch.tensor(rough)), "e2m1@fp32/tensor").signal_to_noise
+    assert 16 < ratio < 24, "so that eight more are exact"
+    for gradient, operand, least in ((POWERS, rough, ratio), (rough, POWERS, ratio + 8.0)):
+        record = by_hand(gradient, operand, 1)
+        told = [cheapest(record, 8, least_signal=signal).layers["a"] for signal in (least, least + 1e-9)]
+        assert told == ["e2m1@fp32/tensor", "bf16"]
+
+
+def test_the_worst_tensors_are_those_that_overflow_and_then_those_that_keep_least() -> None:
+    def of(ratio: float, overflow: float = 0.0) -> Effect:
+        return Effect(0.0, 0.0, overflow, ratio, 1.0, 1.0)
+
+    keys = [Key(name, "linear", "input", "forward") for name in "abcdef"]
+    found = dict(zip(keys, (of(30.0), of(float("inf")), of(10.0), of(50.0, 0.1), of(60.0, 0.2), of(20.0)), strict=True))
+    assert "".join(key.module for key, _ in worst(found)) == "edcfa" and len(worst(found, 6)) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [([1.0, 1.0], "a"), ([1.0, 2.0], "b"), ([2.0, 1.5, 1.5], ""), ([2.0, 1.0, 1.0], "a"), ([0.0, 0.0], "")],
+)
+def test_of_few_layers_one_stays_high_if_it_holds_half(
+    changes: list[float], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squares = dict(zip("abc", changes, strict=False))
+    monkeypatch.setattr(policies, "_changes", lambda record, policy, module, op: [(module, squares[module] ** 0.5)])
+    record = by_hand(POWERS, POWERS, *[1] * len(changes))
+    found = high_layers(record, lowp.Policy((lowp.Rule.of("linear", **OPERANDS),)))
+    assert "".join(found.kept) == kept
+    assert found.shares == pytest.approx({name: one / (sum(changes) or 1.0) for name, one in squares.items()})
