@@ -94,6 +94,32 @@ def test_images_pass_as_they_lie_and_what_lies_otherwise_by_torch() -> None:
 
 
 @needs_library
+def test_the_library_reads_what_lies_as_an_image_side_by_side() -> None:
+    flat, image, film = drawn(2, 3, 4), drawn(2, 3, 4, 5), drawn(2, 3, 4, 5, 2)
+    last = image.contiguous(memory_format=torch.channels_last), film.contiguous(memory_format=torch.channels_last_3d)
+    assert all(map(masks._serves, (flat, flat[0], image, film, *last, image[:1])))
+    turned = flat.transpose(1, 2), image.transpose(1, 2), image.transpose(2, 3), last[0].transpose(2, 3)
+    assert not any(map(masks._serves, (*turned, film.transpose(1, 2), image[..., 1:], image[:, :1], drawn(4, 3).t())))
+    assert not any(map(masks._serves, (drawn(2, 3, 4, 5, 2, 2).movedim(-1, 1), drawn(2, 4, 3).movedim(-1, 1))))
+
+
+def test_a_mask_that_lies_otherwise_than_the_tensor_is_that_of_the_same_elements() -> None:
+    x, gradient = drawn(2, 3, 4, 5), drawn(2, 3, 4, 5, seed=1)
+    last = x.contiguous(memory_format=torch.channels_last)
+    expected = bits_of(gradient.masked_fill(x == 0, 0.0))
+    assert torch.equal(bits_of(passed(gradient, nonzero(last))), expected)
+    assert torch.equal(bits_of(passed(gradient.contiguous(memory_format=torch.channels_last), nonzero(x))), expected)
+    chosen = (drawn(2, 3, 4, 5, seed=2).nan_to_num(0, 1, -1) * 3).to(torch.int16)
+    chosen[0, 0, 0, :3] = torch.tensor([1, 0, -1])
+    expected = bits_of(gradient.masked_fill(chosen <= 0, 0.0))
+    for one in (chosen, chosen.contiguous(memory_format=torch.channels_last)):
+        found, own = passed_where_positive(gradient, one, None)
+        assert torch.equal(bits_of(found), expected) and own is None
+    with use("bitwise"):
+        assert torch.equal(bits_of(passed_where_positive(gradient, chosen, chosen)[0]), expected)
+
+
+@needs_library
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("count", [1, 9, 1023, 1024, 200_003])
 def test_relu_of_mantissas_is_relu_of_their_values(count: int) -> None:
@@ -119,8 +145,9 @@ def test_relu_sees_every_element_that_was_written_unseen(place: int) -> None:
     assert payloads.relu(x, FLEX) is None
 
 
-def test_without_the_library_torch_computes_the_same() -> None:
+def test_without_the_library_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gradient = drawn(50), drawn(50, seed=1)
+    monkeypatch.setattr(cpu, "loaded", lambda: pytest.fail("the library was asked"))
     with use("bitwise"):
         assert not masks._serves(x)
         assert torch.equal(bits_of(passed(gradient, nonzero(x))), bits_of(gradient.masked_fill(x == 0, 0.0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 
 import lowp
 from lowp.casts import parse
+from lowp.errors import InvalidInput
 from lowp.exponents import SharedExponents
 from lowp.kernels import cpu, use
 from lowp.kernels.choose.dispatch import available
-from lowp.kernels.int16 import payloads
+from lowp.kernels.int16 import cpu_int16, mantissas, payloads
 from lowp.kernels.int16.mantissas import as_exponent
+
+from .test_cpu import at_any_byte
 
 FLEX, DFP = parse("flex16+5"), parse("dfp16")
 needs_library = pytest.mark.skipif(cpu.library() is None, reason="without the library each reader rounds for itself")
@@ -223,6 +227,52 @@ def test_several_tensors_are_compared_with_what_is_kept_of_them_and_views_with_t
 
 
 @needs_library
+def test_one_call_compares_all_tensors_that_lie_as_what_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    alone: list[Tensor] = []
+    together, one_by_one = cpu_int16.are_int16, payloads.is_exact
+
+    def counted(given: array[int]) -> list[bool]:
+        asked.extend(given[::6])
+        assert [given[place] for place in range(2, len(given), 6)] == [1] * (len(given) // 6)
+        assert given[3::6] == given[4::6]
+        return together(given)
+
+    monkeypatch.setattr(cpu_int16, "are_int16", counted)
+    monkeypatch.setattr(payloads, "is_exact", lambda x, cast: alone.append(x) or one_by_one(x, cast))
+    x, y, square = kept_under(-3, 20000, -5, 7, 4), kept_under(4, 3, 2, 30000), kept_under(0, 1, 2, 3, 4).view(2, 2)
+    payloads.keep(square := square.clone(), FLEX.format, as_exponent(0), square.short())
+    assert payloads.are_exact([x, square, y], FLEX) == [True] * 3 and not alone
+    assert asked == [one.data_ptr() for one in (x, square, y)]
+    memory = torch.zeros(8)
+    inner, shifted, wrong = memory.data[2:5].data, at_any_byte(torch.ones(3)), kept_under(1, 5, 6)
+    payloads.keep(inner, FLEX.format, as_exponent(0), torch.zeros(3, dtype=torch.int16))
+    payloads.keep(shifted, FLEX.format, as_exponent(0), torch.ones(3, dtype=torch.int16))
+    wrong += 2.0**-20
+    asked.clear()
+    others = [x[:2], x[1:], square.t(), torch.as_strided(inner, (3,), (1,), 3), shifted, torch.ones(5), x.double()]
+    assert payloads.are_exact([x, *others, wrong, inner], FLEX) == [True] * 8 + [False, True]
+    assert asked == [one.data_ptr() for one in (x, wrong, inner)]
+    assert [id(one) for one in alone] == [*map(id, others), id(wrong)]
+    asked.clear()
+    with use("bitwise"):
+        assert payloads.are_exact([x, wrong], FLEX) == [True, False] and not asked
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InvalidInput, match="without memory"):
+        payloads.are_exact([x], FLEX)
+    assert not asked
+
+
+@needs_library
+def test_of_empty_and_of_single_numbers_it_is_known_whether_their_cast_leaves_them() -> None:
+    for numbers, expected in (((), True), ((32767,), True), ((-32767,), True), ((-32768,), False), ((16384,), True)):
+        x = kept_under(-9, *numbers)
+        assert payloads.is_kept(x, FLEX) is expected
+        with use("bitwise"):
+            assert not payloads.is_kept(x, FLEX)
+
+
+@needs_library
 def test_new_tensors_of_a_kernel_are_given_what_it_wrote() -> None:
     payload, under = torch.tensor([3, 4], dtype=torch.int16), as_exponent(-2)
     x, y = payload.float() / 4, torch.ones(2)
@@ -248,7 +298,9 @@ def test_what_passes_where_numbers_are_positive_keeps_its_mantissas() -> None:
         plain = payloads.passed_where_positive(torch.ones(4), chosen)
         assert payloads.hint(plain) is None
     graph = payloads.passed_where_positive(x.requires_grad_(), chosen)
-    assert graph.requires_grad and payloads.hint(graph) is None
+    assert graph.requires_grad and payloads.hint(graph) is None and graph.tolist() == [3.5, 0, -4.5, 0]
+    graph.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [1, 0, 1, 0]
 
 
 @needs_library
@@ -261,6 +313,74 @@ def test_mantissas_of_another_cast_do_not_stand_for_a_rounding_toward_zero() -> 
     assert nearest.payload.tolist() == [16384, 1] and cut.payload.tolist() == [16384, 0]
     again = payloads.rounded(x, down)
     assert again is not None and again.payload.tolist() == [16384, 0]
+
+
+def test_values_of_relu_are_made_if_they_are_asked_for_and_one_pass_gives_them() -> None:
+    x = kept_under(-1, 7, -8, 9, -10).view(2, 2)
+    for one, with_values in ((x, True), (x, False), (x.t(), True), (x.t(), False), (x.clone(), True)):
+        found = payloads.relu(one, FLEX, with_values)
+        assert found is not None and torch.equal(found[0].values, one.relu())
+        is_made = with_values and one is x and cpu.library() is not None
+        assert (found[1] is not None) is is_made and (found[1] is None or torch.equal(found[1], one.relu()))
+
+
+def test_what_is_exact_is_kept_with_its_exponent() -> None:
+    x = torch.tensor([3.0, -0.5])
+    assert payloads.exact_under(x, FLEX) == (True, -13) and payloads.hint(x) == (FLEX.format, -13)
+    other = torch.tensor([3.0, 2.0**-30])
+    assert not payloads.exact_under(other, FLEX)[0] and payloads.hint(other) is None
+
+
+def test_a_device_is_given_the_exponent_under_which_a_tensor_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = kept_under(-9, -32768, 3, 0)
+    for module in (payloads, mantissas):
+        monkeypatch.setattr(module, "answers_at_once", lambda _: False)
+    is_exact, exponent = payloads.exact_under(x, FLEX)
+    assert isinstance(is_exact, Tensor) and bool(is_exact) and int(exponent) == -9
+    fresh, _ = payloads.exact_under(x.clone(), FLEX)
+    assert isinstance(fresh, Tensor) and not bool(fresh), "-32768 is none under the exponent of its own maximum"
+    assert not payloads.is_exact(x, FLEX) and payloads.exact(x, FLEX) is None and not payloads.is_kept(x, FLEX)
+    for cast, expected in (("flex16+5", -9), ("flex16+5:current(headroom=1)", -7), ("dfp16", -8), ("flex16+5:up", -9)):
+        found = payloads.rounded(x, parse(cast))
+        assert found is not None and int(found.exponent) == expected, cast
+    unknown = payloads.rounded(x.clone(), FLEX)
+    assert unknown is not None and int(unknown.exponent) == -8
+    bad = payloads.rounded(torch.tensor([1.0, torch.inf]), FLEX)
+    assert bad is not None and int(bad.exponent) == mantissas.NOT_FINITE
+    assert payloads.rounded(x.double(), FLEX) is None
+
+
+def test_what_is_kept_of_a_format_is_what_it_is_rounded_to() -> None:
+    x = kept_under(-9, -32768, 3, 0)
+    found, unknown = payloads.rounded(x, FLEX), payloads.rounded(x.clone(), FLEX)
+    assert found is not None and int(found.exponent) == -9 and found.payload.tolist() == [-32768, 3, 0]
+    assert unknown is not None and int(unknown.exponent) == -8 and unknown.payload.tolist() == [-16384, 2, 0]
+    wider = payloads.rounded(x, parse("flex16+5:current(headroom=1)"))
+    assert wider is not None and int(wider.exponent) == -7
+
+
+def test_a_stochastic_cast_draws_by_seed_0_if_none_is_given() -> None:
+    cast, x = parse("dfp16:stochastic"), torch.rand(64, generator=torch.Generator().manual_seed(0))
+    drawn = [payloads.rounded(x, cast, *seed) for seed in ((), (lambda: 0,), (lambda: 1,))]
+    first, same, other = (one.payload for one in drawn if one is not None)
+    assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+@needs_library
+def test_a_rounding_is_known_again_where_the_library_reads_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (torch.rand(6, 8, generator=torch.Generator().manual_seed(0)) + 0.5).requires_grad_() * 1
+    whole = payloads.rounded(x, DFP)
+    assert whole is not None
+    for view, payload in ((x, whole.payload), (x.t(), whole.payload.t()), (x[:, :3], whole.payload[:, :3])):
+        again = payloads.rounded(view, DFP)
+        assert again is not None and again.payload.data_ptr() == whole.payload.data_ptr()
+        assert torch.equal(again.payload, payload)
+    apart = payloads.rounded(x[:, ::2], DFP)
+    assert apart is not None and torch.equal(apart.payload, whole.payload[:, ::2])
+    monkeypatch.setattr(cpu_int16, "rounds_to_int16", lambda *_: pytest.fail("the library was asked"))
+    with use("bitwise"):
+        without = payloads.rounded(x, DFP)
+    assert without is not None and torch.equal(without.payload, whole.payload)
 
 
 def test_memory_is_rows_where_dimensions_lie_one_in_another() -> None:
@@ -287,8 +407,29 @@ def test_what_is_kept_begins_where_the_tensor_does() -> None:
     found, part = payloads.kept(x, FLEX.format), payloads.kept(x[2:4], FLEX.format)
     assert found is not None and found.payload is payload
     assert part is not None and part.payload.tolist() == [3, 4]
-    before = torch.as_strided(x, (2,), (1,), 1)
-    assert payloads.kept(before, FLEX.format) is None, "of elements before it nothing is known"
+    for size, offset in ((2, 1), (5, 2)):
+        before = torch.as_strided(x, (size,), (1,), offset)
+        assert payloads.kept(before, FLEX.format) is None, "of elements before it nothing is known"
+    inner = torch.zeros(8).data[2:5].data
+    payloads.keep(inner, FLEX.format, under, torch.tensor([1, 2, 3], dtype=torch.int16))
+    for size, step, offset, expected in (
+        *(
+            (3, 1, 2, [1, 2, 3]),
+            (2, 1, 3, [2, 3]),
+            (2, 2, 2, [1, 3]),
+            (1, 1, 4, [3]),
+            (1, 5, 3, [2]),
+            (4, 0, 3, [2] * 4),
+        ),
+        *((2, 1, 4, None), (1, 1, 5, None), (3, 1, 3, None), (2, 2, 3, None), (3, 2, 2, None), (0, 1, 3, None)),
+    ):
+        found = payloads.kept(torch.as_strided(inner, (size,), (step,), offset), FLEX.format)
+        assert (None if found is None else found.payload.tolist()) == expected, (size, step, offset)
+    square = torch.tensor([[1, 2], [3, 4]], dtype=torch.int16)
+    y = square.float()
+    payloads.keep(y, FLEX.format, under, square)
+    turned = payloads.kept(y.t(), FLEX.format)
+    assert turned is not None and turned.payload.tolist() == [[1, 3], [2, 4]]
 
 
 def test_gradients_of_ops_keep_what_they_were_rounded_to_and_other_tensors_do_not() -> None:

@@ -150,6 +150,90 @@ def test_updates_of_any_size_are_counted_alike() -> None:
         assert unchanged == by_torch[2] and counts.sum() + unchanged == len(sizes)
 
 
+# -- which way and which numbers --------------------------------------------------------------------------------------
+def test_without_the_library_nothing_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "loaded", lambda: pytest.fail("the library was asked"))
+    x = torch.tensor([1.0, -3.0])
+    with use("bitwise"):
+        assert count_tensor(x).maximum == largest_of([x]) == 3.0 and count_updates(x, x, None)[0].sum() == 2
+        assert some_of([x])[0, :2].tolist() == [1.0, -3.0]
+
+
+@native
+@pytest.mark.parametrize("instructions", cpu.available() if cpu.library() is not None else ())
+def test_numbers_of_fp64_are_counted_as_fp32_has_them(instructions: str) -> None:
+    x = any_bits(3000).double() * (1 + torch.rand(3000, generator=torch.Generator().manual_seed(1)).double())
+    x[10:20] = torch.tensor([1e-60, 1e60, -1e300, 1e-46, 2.0**-150 * 1.01]).double().repeat(2)
+    cpu.select(instructions)
+    try:
+        found, wanted = count_tensor(x, 3.0), count_tensor(x.float(), 3.0)
+    finally:
+        cpu.select(None)
+    assert all(map(np.array_equal, found[:3], wanted[:3])) and found[3:7] == wanted[3:7]
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_numbers_between_others_are_counted_alone(name: str) -> None:
+    if name == "cpu" and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    x = torch.tensor([[1.0, 100.0], [-2.0, torch.nan], [0.0, 100.0]])
+    with use(name):
+        found = count_tensor(x[:, 0])
+        assert found[3:8] == (1, 0, 0, 2.0, 5.0) and found.bins.sum() == 2
+        assert some_of([x[:, 0]])[0].unique().tolist() == [-2.0, 0.0, 1.0]
+        assert torch.equal(some_of([x.nan_to_num().t()]), some_of([x.nan_to_num().t().contiguous()]))
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_some_numbers_of_a_tensor_are_multiples_of_a_step_without_a_common_divisor(name: str) -> None:
+    if name == "cpu" and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    steps = {1: 0, 2: 1, 8: 5, 100: 61, 256: 157, 1000: 617, 1024: 633, 1025: 4, 1026: 1, 2048: 7, 200_000: 781}
+    several = [torch.arange(float(count)) for count in steps]
+    with use(name):
+        found = some_of(several)
+        mixed = some_of([several[3], several[4].half(), several[5].bfloat16().double()])
+    for taken, (count, step) in zip(found, steps.items(), strict=True):
+        assert torch.equal(taken, (torch.arange(SOME) * step % count).float()), count
+    assert torch.equal(mixed[0], found[3]) and torch.equal(mixed[1], found[4])
+    assert torch.equal(mixed[2], found[5].bfloat16().float())
+
+
+def test_some_numbers_are_the_same_in_inference_and_where_gradients_are_recorded() -> None:
+    x = torch.arange(777.0)
+    with use("bitwise"):
+        with torch.inference_mode():
+            first = some_of([x])
+        assert torch.equal(some_of([x.requires_grad_()]), first) and torch.equal(some_of([x * 2]), 2 * first)
+
+
+def test_a_large_tensor_is_looked_at_in_pieces_of_neighbours() -> None:
+    for count, place, is_met in (
+        *((8192, 100, True), (8192, 8191, True), (8193, 1, True), (8193, 63, True), (8193, 64, False)),
+        *((8193, 125, False), (8193, 126, True), (8193, 189, True), (8193, 63 * 126 + 63, True), (8193, 8002, False)),
+        *((12_288, 100, False), (100_000, 63 * 1547 + 63, True), (100_000, 1546, False), (100_000, 1547, True)),
+    ):
+        x = torch.zeros(count)
+        for number in (5.0, -5.0):
+            x[place] = number
+            assert peak_of(x) == (5.0 if is_met else 0.0), (count, place)
+    far = torch.empty(7, device="meta")
+    found = peak_of(far)
+    assert isinstance(found, Tensor) and found.is_meta and found.shape == ()
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_the_largest_number_is_exact_in_fp64_too(name: str) -> None:
+    if name == "cpu" and cpu.library() is None:
+        pytest.skip("the C++ library was not built")
+    wide, small = torch.tensor([-1.0 - 2.0**-40, 0.5], dtype=torch.float64), torch.tensor([1.0, -1.0])
+    with use(name):
+        for tensors in ([wide], [small, wide], [wide, small], [wide.t(), small.half()]):
+            assert largest_of(tensors) == 1 + 2.0**-40
+        assert largest_of([small.half(), small.bfloat16() * 3]) == 3.0
+        assert np.isnan(largest_of([small * torch.nan, wide])) and np.isnan(largest_of([small, wide * torch.nan]))
+
+
 def test_the_numbers_of_a_tensor_that_are_looked_at_are_spread_by_the_golden_ratio() -> None:
     from lowp.kernels.steps.spectra import even_places
 

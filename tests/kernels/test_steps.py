@@ -77,6 +77,27 @@ def test_a_rule_is_torchs_own_step_rounded(kind: type[StepRule], own: dict[str, 
     torch.testing.assert_close(weight.double(), wide.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_a_rule_tells_kernels_what_determines_its_instructions() -> None:
+    def flags(kind: type[StepRule], **own: Any) -> dict[str, Any]:
+        return kind.of({**COMMON[0], **own}).flags()
+
+    for beta, is_near in ((0.9, True), (0.5, False), (0.25, False), (0.501, True)):
+        assert flags(AdamWStep, betas=(beta, 0.99), eps=1e-8) == {"adamw": True, "near": is_near}
+    for momentum, nesterov, decay in ((0.0, False, 0.0), (1.0, True, 1.0), (0.5, False, 0.25)):
+        found = flags(SgdStep, **{**SGD, "momentum": momentum, "nesterov": nesterov, "weight_decay": decay})
+        assert found == {"momentum": momentum > 0, "nesterov": nesterov, "decay": decay > 0}
+    assert flags(LionStep, betas=(0.9, 0.99)) == {"lion": True}
+
+
+def test_an_average_that_is_half_new_is_reckoned_from_the_new_half() -> None:
+    rule = AdamWStep.of({**COMMON[0], "betas": (0.5, 0.75), "eps": 1e-8})
+    gradient, before = drawn(1), drawn(2)
+    average, square = before.clone(), drawn(3).square()
+    rule.step(drawn(0), gradient, [average, square], torch.tensor(1.0))
+    assert torch.equal(average, gradient - (gradient - before) * 0.5)
+    assert not torch.equal(average, before + (gradient - before) * 0.5)
+
+
 def columns(weights: Sequence[Tensor], gradients: Sequence[Tensor], count: int, before: float) -> updates.Columns:
     moments = [[torch.zeros_like(one) for one in weights] for _ in range(count)]
     nothing = [0] * len(weights)
@@ -210,6 +231,8 @@ def test_weights_are_stored_in_one_call_where_the_library_reads_and_writes_them(
         (torch.zeros(16)[::2], x),
         (torch.zeros(8, dtype=torch.float64), x),
         (torch.zeros(8, device="meta"), torch.zeros(8, device="meta")),
+        (at_any_byte(x), x),
+        (torch.zeros(8), at_any_byte(x)),
     ]
     assert stored.serves(unfit) == [False] * len(unfit)
     with kernels.use("bitwise"):

@@ -106,7 +106,7 @@ class AdamWStep(StepRule):
             average.copy_(gradient - (gradient - average).mul_(beta1))
         square.mul_(beta2).add_(gradient.mul(second).mul_(gradient))
         wide = square.to(widest_float(square.device))  # rounded to nearest, unlike torch's fp32 root on a CPU
-        root = wide.sqrt().to(torch.float32, copy=True)
+        root = wide.sqrt().to(torch.float32)
         divisor = root.div_(factors[2]).add_(epsilon)
         weight.add_(average.mul(factors[1]).div_(divisor))
 

@@ -55,9 +55,7 @@ class TensorCounts(NamedTuple):
 def count_tensor(x: Tensor, scale: float = 1.0) -> TensorCounts:
     """Count a floating-point tensor divided by `scale`, in fp32; with NaNs, infinities, or empty as well."""
     x = x.detach()
-    if x.dtype not in TYPE_NUMBERS or x.dtype == torch.float64:
-        x = x.float()
-    x = x if x.is_contiguous() else x.contiguous()
+    x = (x if x.dtype in TYPE_NUMBERS else x.float()).contiguous()
     return _counted(x, scale) if x.is_cpu and uses_library() else _counted_by_torch(x.float().reshape(-1), scale)
 
 
@@ -186,7 +184,7 @@ def _rows(counts: tuple[int, ...], device: torch.device) -> Tensor:
         places = every if count > _FEW else every * _step_of(count) % count if count else every * 0 + sum(read)
         rows.append(places + (begin if count else 0))
         begin += present
-    with torch.inference_mode(False), real_tensors():
+    with real_tensors():
         return torch.from_numpy(np.stack(rows)).to(device)
 
 
