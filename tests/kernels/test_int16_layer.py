@@ -219,6 +219,26 @@ def test_what_no_integer_stands_for_is_left_to_others(bad: float) -> None:
             assert case.forward(case.bias) is None
 
 
+def test_a_bias_that_no_integer_stands_for_is_left_to_others_where_results_are_written() -> None:
+    case, table = Case("small", output=FLEX), ExponentTable(FLEX, torch.device("cpu"))
+    index = table.index("output of y")
+    table.state.exponent[index], table.state.started[index] = -14, True
+    case.bias[3] = math.inf
+    assert case.forward(case.bias, (table.block, index)) is None and not table.seen.any()
+    case.bias[3] = 0.0
+    assert case.forward(case.bias, (table.block, index)) is not None
+
+
+def test_known_mantissas_stand_for_a_tensor_that_is_not_read() -> None:
+    case = Case("small")
+    memory = memory_of(case.x, case.weight)
+    assert memory is not None
+    known, whole = (words(case.x, DFP16), False), case.forward(None, keeps=False)
+    found = case.plan.forward(memory, [known, None], (None, 0), False)
+    assert found is not None and torch.equal(found[0].values, whole[0].values)
+    assert case.plan.forward(memory, [(known[0], True), None], (None, 0), False) is None, "which it is not exactly"
+
+
 def test_kept_mantissas_are_compared_with_their_tensor() -> None:
     case = Case("small")
     known = words(case.x, DFP16)

@@ -594,6 +594,27 @@ def test_products_of_a_device_with_tritons_kernels_are_theirs(monkeypatch: pytes
     assert asked == [(torch.float32, True), (torch.int64, False), (torch.int64, False)]
 
 
+@pytest.mark.parametrize("depth", [1024, 1025, 2049])
+def test_a_device_sums_products_of_digits_that_fp32_holds(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    left = torch.full((1, depth), -32768, dtype=torch.int16)
+    left[0, -1] = 256
+    expected = int64_product(left, left.mT)
+    monkeypatch.setattr(integer_reference, "answers_at_once", lambda _: False)
+    assert torch.equal(integer_reference.matmul(left, left.mT, False), expected)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [((7, 5), "reference"), ((8, 0), "triton"), ((8, 6), "triton"), ((9, 0), "triton")]
+)
+def test_a_gpu_has_tritons_kernel_from_ampere_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernel: str
+) -> None:
+    monkeypatch.setattr(integer, "capability", lambda _: capability)
+    for is_installed in (True, False):
+        monkeypatch.setattr(integer.triton, "is_installed", lambda is_installed=is_installed: is_installed)
+        assert integer._on_device(torch.device("cuda")) == (kernel if is_installed else "reference")
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_sum_is_rounded_once_to_a_subnormal_number_too(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     left, right = torch.tensor([[16384, 16384, 1025]]).short(), torch.tensor([[16384], [16384], [1]]).short()

@@ -174,6 +174,8 @@ def test_a_gradient_is_coarse_where_more_than_an_eighth_of_its_features_lie_belo
     assert not coarse(features, at) and coarse(features, below)
     assert not coarse(features // 8, below) and coarse(features // 8 + step, below)
     assert not coarse(features // 2, 0.0), "features of zeros count for nothing"
+    deep = torch.full((2, 3, features), 2.0**-3)  # a unit, of which 4 are enough
+    assert low_words.is_coarse(3.9 * deep, exponent) and not low_words.is_coarse(4 * deep, exponent)
     few = torch.full((2, features - 1), below)
     assert not low_words.is_coarse(few, exponent) and low_words.is_coarse(few.repeat(1, 2), exponent)
     assert low_words.is_coarse(torch.full((features, 2), below), exponent, 0)
@@ -211,6 +213,8 @@ def test_a_loss_is_told_from_where_it_was_met_if_more_than_an_eighth_lose_more_t
     (found,) = told(x, 17, 1.0)
     assert "features 13% are lost" in str(found.message), "of those that are not zero"
     assert not told(x, 16, 1.0) and not told(x[:, : features - 1].contiguous(), 256, 1.0)
+    (found,) = told(x.repeat(2, 1, 1), 17, 1.0)
+    assert found.filename == __file__
     assert len(told(x.t().contiguous(), 128, 1.0, 0)) == 1 and not told(x, 256, 1.0, 0)
     assert not told(torch.empty(0, features), 256, 1.0) and not told(torch.tensor(1.0).expand(1), 1, 1.0)
     low_words.warn_of_loss(torch.tensor(1.0), torch.tensor(0.0), DFP, "a number")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -520,6 +521,10 @@ def test_scales_beyond_all_exponents_are_nan_or_nothing() -> None:
     powers = {-1022: -1022, -2000: -1022, 0: 0, -31: -31, 1023: 1023, 2000: 1023}
     assert all(float(mantissas.power(as_exponent(one))) == 2.0**other for one, other in powers.items())
     assert mantissas.power(as_exponent(mantissas.NOTHING)) == 0
+    for exponent in (-300, 300):
+        assert mantissas.power(as_exponent(mantissas.NOTHING + exponent)) == 0
+        assert mantissas.power(as_exponent(mantissas.NOT_FINITE + exponent)).isnan()
+    assert mantissas.power(as_exponent(mantissas.NOT_FINITE + mantissas.NOTHING)).isnan()
 
 
 @pytest.mark.parametrize("name", ["cpu", "bitwise"])
@@ -616,3 +621,52 @@ def test_two_writes_at_one_entry_are_one_of_all_their_elements() -> None:
     first[entries.FLAGS], second[entries.FLAGS] = 1, 1 << 16
     assert entries.joined(first, second).tolist() == [30, 42, 44, 46, 48, 50, 65537, 17 | 37]
     assert entries.joined(second, first).tolist() == [30, 42, 44, 46, 48, 50, 65537, 17 | 37]
+
+
+@needs_library
+def test_squares_are_written_as_those_of_the_roots_of_which_none_vanishes() -> None:
+    x, table = torch.tensor([4.0, 2.0, 1e-12, 0.0, math.nan, -1.0, 2.0**-30]), table_of([-14, -13])
+    entries.write_in_place(table.block, FLEX, [(x, 1, entries.ROOTS)])
+    root = round(math.sqrt(2) * 2**13)
+    expected = [4.0, torch.tensor((root * 2.0**-13) ** 2).item(), 2.0**-26, 0.0]
+    assert x[:4].tolist() == expected and x[4:6].isnan().all() and x[6] == 2.0**-26
+    assert table.seen[0].tolist() == [0] * entries.WORDS
+    assert table.seen[1, [entries.LARGEST, entries.OVERFLOWED, entries.ELEMENTS]].tolist() == [1 << 14, 0, 7]
+    assert entries.nonfinite_of(table.seen).tolist() == [False, True]
+
+
+@needs_library
+def test_a_single_number_is_written_under_an_exponent_that_holds_it_and_noted_in_units_of_its_entry() -> None:
+    for number, exponent, noted in (
+        (1.0, -14, 16384),
+        (4.0, -12, 65536),
+        (-(2.0**9), -5, 1 << 23),
+        (2.0**14, 0, 1 << 28),
+    ):
+        table, x = table_of([-3, -14]), torch.tensor([number])
+        payload, result = torch.zeros(1, dtype=torch.int16), torch.zeros(1)
+        under, nonfinite = entries.write(table.block, FLEX, 1, x, payload, result)
+        assert int(under) == exponent and nonfinite == 0 and torch.equal(result, x)
+        assert payload.item() * 2.0**exponent == number
+        assert table.seen[1, [entries.LARGEST, entries.ELEMENTS]].tolist() == [noted, 1] and not table.seen[0].any()
+    table, x = table_of([-31]), torch.tensor([2.0**10])
+    entries.write(table.block, FLEX, 0, x, payload, result)
+    assert table.seen[0, entries.LARGEST] == entries.MOST_MANTISSA == 1 << 29
+
+
+def test_the_longest_window_is_that_of_the_library() -> None:
+    text = (Path(cpu.__file__).parent / "exponents.cpp").read_text(encoding="utf-8")
+    assert f"constexpr int kMostWindow = {entries.MOST_WINDOW};" in text
+
+
+@pytest.mark.parametrize("name", ["cpu", "bitwise"])
+def test_without_a_seed_a_cast_draws_by_seed_0(name: str) -> None:
+    if name not in available():
+        pytest.skip("the C++ library was not built")
+    cast, x = parse("dfp16:stochastic"), drawn(64)
+    with use(name):
+        by_zero, by_one = (current_mantissas(x, cast, seed) for seed in (0, 1))
+        given = to_mantissas(x, cast, by_zero.exponent), mantissas_and_values(x, cast, by_zero.exponent)[0]
+        for found in (current_mantissas(x, cast), *given, to_mantissas(x, cast, by_zero.exponent, 0)):
+            assert torch.equal(found.payload, by_zero.payload)
+    assert not torch.equal(by_one.payload, by_zero.payload)

@@ -27,7 +27,7 @@ from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, readable
 # of the bias; of an operand, or kept mantissas that are not its own, or an entry's beginning
 _NOT_FINITE, _UNFIT = 3, 4
 _KEPT, _KNOWN = 1, 2  # how mantissas are found
-_MADE = 0, 0, 0  # no mantissas, no exponent, and that both are made
+_MADE = (0,) * 3  # no mantissas, no exponent, and that both are made
 _CPU = torch.device("cpu")
 _OF_FORWARD, _OF_BACKWARD = Struct("12q").pack, Struct("16q").pack  # what the library is given
 
