@@ -58,13 +58,37 @@ def test_columns_are_cast_as_the_rows_of_the_transpose(text: str) -> None:
     assert torch.equal(out, kernels.quantize(x.t().contiguous(), text, seed=7).t())
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "bitwise"])
-def test_pieces_have_the_bits_of_the_whole(implementation: str) -> None:
-    x = heavy(12, 50)
+PIECES = [("20", (12, 50), 5), ("20", (4, 3, 50), 2), ("row", (12, 50), 5), ("row", (4, 3, 50), 2), ("20", (150,), 100)]
+PIECES += [("channel", (4, 3, 50), 2), ("channel", (12, 50), 5), ("16x16", (64, 80), 32), ("16x16", (4, 32, 80), 1)]
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "bitwise", "reference"])
+@pytest.mark.parametrize(("scope", "shape", "cut"), PIECES, ids=str)
+def test_pieces_along_the_first_dimension_have_the_bits_of_the_whole(
+    scope: str, shape: tuple[int, ...], cut: int, implementation: str
+) -> None:
+    if implementation not in kernels.available():
+        pytest.skip("the C++ library was not built")
+    x, to = heavy(*shape), f"e2m1@e4m3fn/{scope}:eden"
     with kernels.use(implementation):
-        whole = kernels.quantize(x, "e2m1@e4m3fn/20:eden", seed=3)
-        piece = kernels.quantize(x[5:], "e2m1@e4m3fn/20:eden", seed=3, offset=250)
-    assert torch.equal(piece, whole[5:])
+        whole = kernels.quantize(x, to, seed=3)
+        for piece, offset in ((x[cut:], x[:cut].numel()), (x[:cut], 0), (x[cut:cut], x[:cut].numel())):
+            found = kernels.quantize(piece, to, seed=3, offset=offset)
+            assert torch.equal(found, whole[cut:][: len(piece)] if offset else whole[:cut])
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "bitwise", "reference"])
+def test_numbers_that_are_not_finite_correct_no_scale(implementation: str) -> None:
+    if implementation not in kernels.available():
+        pytest.skip("the C++ library was not built")
+    x = heavy(3, 16)
+    bad, zeros = x.clone(), x.clone()
+    bad[1, 3], bad[2, 5], zeros[1, 3], zeros[2, 5] = math.nan, -math.inf, 0.0, 0.0
+    with kernels.use(implementation):
+        found, wanted = (kernels.quantize(one, "e2m1@fp32/16:eden", seed=1) for one in (bad, zeros))
+    finite = bad.isfinite()
+    assert torch.equal(found[finite], wanted[finite]) and found[1, 3].isnan()
+    assert found[2, 5] == -found[2].abs().amax()
 
 
 def test_a_block_keeps_its_projection_on_its_numbers() -> None:

@@ -527,7 +527,10 @@ def test_columns_are_tried_as_the_rows_of_the_transpose(text: str) -> None:
 def test_the_largest_number_of_a_tensor_is_divided_to_the_largest_scale_times_element() -> None:
     assert scaled.largest_scaled(parse("nvfp4")) == 448 * 6
     assert scaled.largest_scaled(parse("nvfp4:4/6")) == 256 * 6, "a scale of 384, too, is in e4m3"
-    assert 256 * 6 < scaled.largest_scaled(parse("nvfp4:eden")) < 256 * 6.5
+    assert scaled.largest_scaled(parse("nvfp4:eden")) == 256 * 6 / (0.93 * 17 / 16)
+    # the largest scales of these are 3 * 2^7, of which 4 / 6 is a power of two, 13 * 2^12 and 5 * 2^29
+    largest = {"e4m2fn": 256 * 6, "ue5m3nuz": 32768 * 6, "binary8p3ue": 2**30 * 6}
+    assert {name: scaled.largest_scaled(parse(f"e2m1@{name}@fp32/16:4/6")) for name in largest} == largest
 
 
 @pytest.mark.parametrize("to", ["mxfp8", "nvfp4", "e4m3fn", "int8"])
@@ -568,3 +571,48 @@ def test_the_scale_of_signs_is_the_mean_of_the_finite_magnitudes(name: str) -> N
         assert lowp.quantize(torch.tensor([[1.0, -2.0, 6.0]]), "binary").tolist() == [[3.0, -3.0, 3.0]]
     x = torch.tensor([[3.0, torch.inf, torch.nan], [torch.nan] * 3])
     assert scaled._mean_magnitude(x, parse("binary").format.scope).flatten().tolist() == [3.0, 1.0]
+    assert scaled._mean_magnitude(torch.full((1, 0), 0.0), parse("binary").format.scope).tolist() == [1.0]
+
+
+def test_the_scale_of_a_ternary_row_is_the_mean_of_the_magnitudes_above_seven_tenths_of_their_mean() -> None:
+    rows = [[7.0, -13.0, 10.0], [10.0, 1.0, -1.0], [math.nan, math.inf, -5.0], [0.0, 0.0, -0.0], [math.inf] * 3]
+    found = scaled._mean_of_large(torch.tensor(rows, dtype=torch.float64), parse("ternary").format.scope)
+    assert found.tolist() == [11.5, 10.0, 5.0, 1.0, 1.0]
+
+
+FOLLOWING = [
+    "mxfp8",
+    "nvfp4",
+    "int8",
+    "dfp16:static(-8)",
+    "mxfp8:static(0)",
+    "i8s@e8m0/row:static(3)",
+    "e4m3fn@ue5m3/32",
+]
+FOLLOWING += ["e4m3fn@fp32/tensor:current(headroom=2)", "e3m2@e4m3fn/16", "e4m3fn@e8m0/row", "ue8m0nuz@fp32/32"]
+FOLLOWING += ["if4", "e2m1+i4s@e4m3fn@fp32/1", "e2m1+i4s@e4m3fn@fp32/256", "nvfp4:4/6", "e2m1@fp32/1:4/6"]
+FOLLOWING += ["e2m1@fp32/256:4/6"]
+OTHERWISE = ["fp16", "int8-affine", "binary", "ternary", "nvfp4:eden", "e8m0@fp32/32", "mxfp8:delayed", "int8:delayed"]
+OTHERWISE += ["e4m3fn@fp32/tensor:static(0)", "if4:static(0)", "e2m1+i4s@e4m3fn@fp32/257", "e2m3+i6s@e4m3fn@fp32/16"]
+OTHERWISE += ["e2m1@fp32/257:4/6", "e2m1@fp32/row:4/6", "dfp16:delayed"]
+
+
+@pytest.mark.parametrize("text", FOLLOWING + OTHERWISE)
+def test_scales_that_follow_from_the_largest_magnitudes_are_told_from_others(text: str) -> None:
+    assert scaled.follow_largest(parse(text)) is (text in FOLLOWING)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("e4m3fn@e8m0/tensor:delayed", [2.0**-8, 2.0**-8, 2.0**-4, 1.0]),
+        ("e4m3fn@e8m0/tensor:delayed(headroom=2)", [2.0**-6, 2.0**-6, 2.0**-2, 1.0]),
+        ("dfp16:delayed(headroom=1)", [2.0**-13, 2.0**-13, 2.0**-9, 1.0]),
+        ("e4m3fn@fp32/tensor:delayed(headroom=1)", [2 / 448, 3 / 448, 60 / 448, 1.0]),
+        ("i8s@fp32/tensor", [1 / 127, 1.5 / 127, 30 / 127, 1.0]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_scales_of_maxima_are_those_of_groups(text: str, wanted: list[float], dtype: torch.dtype) -> None:
+    found = scaled.scale_of_maxima(torch.tensor([1.0, 1.5, 30.0, 0.0], dtype=dtype), parse(text))
+    assert found.dtype is dtype and torch.equal(found, torch.tensor(wanted).to(dtype))

@@ -16,7 +16,7 @@ from lowp.formats import Scope
 from lowp.kernels import cpu
 from lowp.kernels.cpu.abi import TYPE_NUMBERS, sharing_parameters
 from lowp.kernels.numbers import groups, packing, scaled
-from lowp.kernels.numbers.philox import Seed
+from lowp.kernels.numbers.philox import Draw, Seed
 from lowp.quantized import Quantized
 
 _LOST = 1  # kLost of cpu/cast.hpp
@@ -26,7 +26,8 @@ _MOST_COLUMNS = 256  # kBeside
 def quantize_groups(x: Tensor, cast: Cast, seed: Seed, out: Tensor | None = None) -> Tensor | None:
     """Return `x` rounded under its own scales, in `out` (which may be x) if given; None for casts left to `scaled`."""
     layout = groups_along(x.shape, cast, -1) if x.numel() and is_one_pass(cast) else None
-    if layout is None:
+    is_part = cast.is_corrected and isinstance(seed, Draw) and x.ndim < 2  # of one row, whose scales are drawn on
+    if layout is None or is_part:
         return None
     out = torch.empty_like(x) if out is None else out
     _quantize(x, cast, layout, None, None, seed, out)

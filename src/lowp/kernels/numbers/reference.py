@@ -53,7 +53,7 @@ def statistics(x: Tensor) -> tuple[Tensor, float, float, int, int, int]:
     finite = wide[wide.isfinite()].abs()
     _, significand, exponent = integer_parts(finite)
     leading = torch.frexp(significand.to(torch.float64))[1] - 1 + exponent
-    bins = torch.where(significand == 0, 0, (leading + 127).clamp(0, 254)).to(torch.int64)
+    bins = (leading + 127).clamp(0, 254).to(torch.int64)  # that of zero is the lowest, too
     histogram = torch.bincount(bins, minlength=256)
     histogram[255] = infinite + nan
     maximum = float(finite.max()) if len(finite) else 0.0
@@ -127,13 +127,11 @@ def _integers(x: Tensor, cast: Cast, seed: Seed) -> Tensor:
         minus = negative & (significand != 0)
         if cast.is_stochastic:
             # as in _round: of a number below 2**-900 only the sign matters, and zero is as those above it
-            half = x.abs().clamp(2.0**-900, 1.0) / 2
-            minus = torch.where(half < 0.5, ~_is_plus_one(half, minus, cast, seed), minus)
+            minus = ~_is_plus_one(x.abs().clamp(2.0**-900, 1.0) / 2, minus, cast, seed)
         return torch.where(minus, -1.0, 1.0).to(torch.float64)
-    # Numbers from 2**53 on are integers, and beyond every integer format.
+    # Numbers from 2**53 on are integers, and beyond every integer format; here their significands, which are, too.
     units = _round(significand, exponent.clamp(max=0), negative, cast, seed, None).to(torch.float64)
-    rounded = torch.where(exponent > 0, 2.0**53, units)
-    rounded = torch.where(negative, -rounded, rounded).clamp(element.minimum, element.maximum)
+    rounded = torch.where(negative, -units, units).clamp(element.minimum, element.maximum)
     return torch.where(rounded == 0, 0.0, rounded)
 
 
@@ -142,7 +140,7 @@ def _round(
 ) -> Tensor:
     """Return significand * 2**shift rounded to whole units, int64; `parity` is that of the code, if not the unit's."""
     # Of a number below 2**-900 units it matters only that it is not zero: no mode reads more than 160 bits.
-    scaled = significand.to(torch.float64) * two_to_the(shift.clamp(-950, 900))
+    scaled = significand.to(torch.float64) * two_to_the(shift.clamp(min=-950))
     lower = scaled.floor()
     fraction = scaled - lower  # exact
     odd = (lower if parity is None else parity) % 2 == 1

@@ -47,6 +47,12 @@ def scaled_format(cast: Cast) -> ScaledFormat:
     return cast.format
 
 
+def scaling_of(cast: Cast) -> ScalingSpec:
+    """Return the scaling of a cast whose format has a shared scale."""
+    assert cast.scaling is not None
+    return cast.scaling
+
+
 # -- choice of scales -------------------------------------------------------------------------------------------------
 def choose(x: Tensor, cast: Cast) -> Scales:
     """Return the scales of the tensor `x` (any float dtype) under current or static scaling.
@@ -55,8 +61,7 @@ def choose(x: Tensor, cast: Cast) -> Scales:
     Rastegari et al. 2016, arXiv 1603.05279, equation 6 (binary: the mean magnitude); Li et al. 2016, arXiv 1605.04711,
     equations 5 and 6 (ternary: the mean of the magnitudes above 0.7 of their mean).
     """
-    format, scaling = scaled_format(cast), cast.scaling
-    assert scaling is not None
+    format, scaling = scaled_format(cast), scaling_of(cast)
     if scaling.kind == "static":
         assert scaling.exponent is not None
         exponent = torch.full(group_shape(x.shape, format.scope), scaling.exponent, device=x.device)
@@ -87,7 +92,7 @@ def choose(x: Tensor, cast: Cast) -> Scales:
 
 
 def _power_of_two(largest: Tensor, cast: Cast) -> Tensor:
-    format, headroom = scaled_format(cast), 0 if cast.scaling is None else cast.scaling.headroom
+    format, headroom = scaled_format(cast), scaling_of(cast).headroom
     exponent = floor_log2(largest, carry_of(cast, 52)) - format.element.max_exponent + headroom
     if format.scope.kind == "tensor":
         exponent = torch.where(largest == 0, 0, exponent)
@@ -103,8 +108,7 @@ def scale_of_maxima(largest: Tensor, cast: Cast) -> Tensor:
     wide = widen(largest) if has_fp64(largest.device.type) else largest
     if isinstance(format.scale, PowerOfTwo) or not format.scale.has_zero:
         return _power_of_two(wide, cast).to(largest.dtype)
-    headroom = 0 if cast.scaling is None else cast.scaling.headroom
-    return _ratio(wide * 2.0**headroom, None, cast, aim(cast)).to(largest.dtype)
+    return _ratio(wide * 2.0 ** scaling_of(cast).headroom, None, cast, aim(cast)).to(largest.dtype)
 
 
 def _ratio(largest: Tensor, outer: Tensor | None, cast: Cast, target: float) -> Tensor:
@@ -151,7 +155,7 @@ def largest_scaled(cast: Cast) -> float:
     format = scaled_format(cast)
     assert isinstance(format.scale, FloatFormat)
     highest = aim(cast)
-    if cast.scaling is None or cast.scaling.rule not in ("4/6", "eden"):
+    if scaling_of(cast).rule not in ("4/6", "eden"):
         return format.scale.maximum * highest
     return 2.0 ** math.floor(math.log2(format.scale.maximum * 4 / 6)) * highest
 
@@ -203,17 +207,13 @@ def follow_largest(cast: Cast) -> bool:
     Or are static powers of two, or tried on groups that are short: by the rule 4/6, or for e2m1 and its `other`.
     """
     format, scaling = cast.format, cast.scaling
-    if not isinstance(format, ScaledFormat) or scaling is None or format.affine or format.element.bits == 1:
+    if not isinstance(format, ScaledFormat) or scaling is None or format.affine or not format.element.has_zero:
         return False
     if cast.is_corrected or not (format.other is None or _is_tried(format, scaling)):
         return False
     if scaling.rule == "4/6" and not 0 < format.scope.elements <= MOST_TRIED:
         return False
-    if isinstance(format.element, FloatFormat) and not format.element.has_zero:
-        return False
     scale = format.scale
-    if isinstance(scale, FloatFormat) and not scale.has_zero and scale.mantissa_bits:
-        return False
     is_power = isinstance(scale, PowerOfTwo) or not scale.has_zero
     return (scaling.kind == "current" or (scaling.kind == "static" and is_power)) and not is_ternary(format)
 
@@ -287,9 +287,9 @@ def corrected(x: Tensor, cast: Cast, scales: Scales, element: Tensor, seed: Seed
         for one in (quotient, torch.where(quotient == 0, 0.0, element))
     )
     wanted = scales.scale * torch.where(products == 0, 1.0, squares / products)
-    if isinstance(seed, Draw):  # of a part of a tensor, which begins at a row
-        blocks = scales.scale.shape[-1] if scales.scale.ndim else 1
-        seed = Draw(seed.seed, seed.first // (x.shape[-1] if x.ndim else 1) * blocks)
+    if isinstance(seed, Draw):  # of a part of a tensor along its first dimension, behind other scales
+        before = torch.Size((seed.first // max(x.shape[1:].numel(), 1), *x.shape[1:]))
+        seed = Draw(seed.seed, math.prod(group_shape(before, format.scope)))
     return scales._replace(
         scale=bitwise.quantized(wanted, Cast(format.scale, Rounding.STOCHASTIC, Overflow.SATURATE), seed)
     )
