@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -205,6 +206,7 @@ def test_the_sign_of_a_scale_chooses_one_of_two_tables(format: str) -> None:
     values = lowp.quantize(weight, format)
     assert torch.equal(few_bits.code_values(packed), values)
     assert torch.equal(few_bits.code_values(packed, 16, 5), values[16:])
+    assert torch.equal(few_bits.code_values(packed, 16), values[16:])
     rows = torch.tensor([20, 4, 0, 17])
     assert torch.equal(few_bits.code_rows(packed, rows), values[rows])
     with kernels.use("reference"):
@@ -220,11 +222,16 @@ def test_the_sign_of_a_scale_chooses_one_of_two_tables(format: str) -> None:
     assert torch.equal(few_bits.multiply_codes(many, packed, bias), torch.nn.functional.linear(many, values, bias))
 
 
-@pytest.mark.parametrize("format", ["int4", "flex16+5", "e2m1@e5m10/32", "e2m1@2^-40..20/row"])
+IN_BYTES = ["e2m1@2^-40..20/row", "e2m1@2^-200..55/32", "nvfp4", "e2m1@e5m2/row", "e2m1@e8m0/32"]
+NOT_IN_BYTES = ["int4", "flex16+5", "e2m1@e5m10/32", "e2m1@2^-200..56/32", "e2m1@e8m0/tensor"]
+NOT_IN_BYTES += ["e2m1@e4m3fnuz/32", "e2m1@e3m2/32"]
+
+
+@pytest.mark.parametrize("format", IN_BYTES + NOT_IN_BYTES)
 def test_scales_that_are_no_bytes_of_blocks_or_rows_are_read_as_fp32(format: str) -> None:
     scaled_format = casts.parse(format).format
     assert isinstance(scaled_format, ScaledFormat)
-    assert (few_bits.byte_scales(scaled_format, 1.0) is None) == ("/row" not in format)
+    assert (few_bits.byte_scales(scaled_format, 1.0) is not None) is (format in IN_BYTES)
 
 
 def test_four_bit_products_of_infinite_numbers_are_infinite() -> None:
@@ -272,6 +279,77 @@ def test_bytes_by_codes_of_few_bits_are_exact(rows: int, k: int, levels: list[in
     assert all(torch.equal(one, wanted) for one in at_levels(lambda: few_bits.multiply_codes(a, packed, bias)))
     with kernels.use("reference"):
         assert torch.equal(few_bits.multiply_codes(a, packed, bias), wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "highest", "level", "in_fp32"),
+    [
+        (17, 65793, 255, 1, True),  # sums to 2^24 - 1
+        (17, 65794, 255, 1, False),
+        (17, 1 << 17, 128, -1, True),  # to 2^24
+        (17, (1 << 17) + 1, 128, -1, False),
+        (17, 9399, 255, 7, True),
+        (17, 9400, 255, 7, False),
+        (16, 70, 255, 1, False),
+        (16, 70, 128, 1, False),  # in two digits
+    ],
+)
+def test_many_bytes_are_multiplied_in_fp32_where_every_sum_is_exact_there(
+    rows: int, k: int, highest: int, level: int, in_fp32: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = (torch.arange(k) % 5 % 2).expand(3, k)
+    packed = few_bits.pack_codes(codes, torch.tensor([[1.0], [2.0], [4.0]]), [level, 0], 0)
+    a = Bytes(torch.full((rows, byte_rows.up(k, 8)), highest, dtype=torch.uint8), 0.5, 0, highest)
+    sums = torch.tensor([0.5, 1.0, 2.0]) * (highest * level * int((codes[0] == 0).sum()))
+    called: list[int] = []
+    multiplied = few_bits._multiplied
+
+    def recorded(*given: Any) -> Tensor | None:
+        called.append(1)
+        return multiplied(*given)
+
+    monkeypatch.setattr(few_bits, "_multiplied", recorded)
+    assert torch.equal(few_bits.multiply_codes(a, packed), sums.expand(rows, 3))
+    assert bool(called) is not in_fp32
+
+
+@pytest.mark.parametrize(("rows", "in_whole_numbers"), [(16, True), (17, False)])
+def test_few_rows_are_multiplied_in_whole_numbers_and_more_by_the_product_that_is_asked_for(
+    rows: int, in_whole_numbers: bool
+) -> None:
+    packed = few_bits.pack_codes(torch.ones(5, 40, dtype=torch.int64), torch.ones(5, 1), INTEGERS, 64)
+    asked: list[int] = []
+
+    def linear_of(x: Tensor) -> few_bits.LinearProduct:
+        asked.append(len(x))
+        return few_bits.by_torch
+
+    found = few_bits.multiply_codes(torch.ones(rows, 40), packed, None, linear_of)
+    assert torch.equal(found, torch.full((rows, 5), 40.0)) and asked == ([] if in_whole_numbers else [rows])
+
+
+def test_numbers_below_2_to_the_minus_100_are_whole_multiples_of_2_to_the_minus_118() -> None:
+    packed = few_bits.pack_codes(torch.ones(2, 64, dtype=torch.int64), torch.ones(2, 2), INTEGERS, 32)
+    x = torch.zeros(2, 64)
+    x[0, :3] = torch.tensor([2.0**-101, 2.75 * 2.0**-118, 2.0**-119])  # a tie becomes even
+    x[1, 40:42] = torch.tensor([2.0**-99, 2.0**-118])  # whose units are twice as large
+    for found in at_levels(lambda: few_bits.multiply_codes(x, packed)):
+        assert found.tolist() == [[2.0**-101 + 3 * 2.0**-118] * 2, [2.0**-99] * 2]
+    with kernels.use("reference"):
+        assert torch.equal(few_bits.multiply_codes(x, packed), found)
+
+
+def test_the_sign_of_a_zero_is_plus_one() -> None:
+    x = torch.tensor([[0.0, -0.0, 1.0, -1.0]])
+    assert few_bits.sign_values(few_bits.signs(x)).tolist() == [[1.0, 1.0, 1.0, -1.0]]
+
+
+def test_many_bytes_by_many_short_rows_have_a_scale_each_also_by_the_definition() -> None:
+    packed = few_bits.pack_codes(torch.ones(80, 64, dtype=torch.int64), torch.arange(80.0).view(80, 1), [1, -1], 0)
+    a = byte_rows.to_bytes(torch.ones(17, 64), 1.0, 0, 127)
+    for way in kernels.available():
+        with kernels.use(way):
+            assert torch.equal(few_bits.multiply_codes(a, packed), (-64.0 * torch.arange(80.0)).expand(17, 80))
 
 
 def test_activations_that_do_not_fit_codes_are_refused() -> None:

@@ -21,9 +21,20 @@ needs_library = pytest.mark.skipif(cpu.library() is None, reason="the C++ librar
 DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3fn": torch.float8_e4m3fn}
 LEVELS = (0, 1, -1)  # portable, AVX2, the best; as far as the processor has them
 DTYPES = (torch.bfloat16, torch.float16)
+FEWEST = {"FEW": few_rows.FEW, "FEW_OF_16_BITS": few_rows.FEW_OF_16_BITS}
 # the shortest, one vector, less and more than one, a block of 512 and a piece; columns that are no pairs
 MOST = 24
-SHAPES = [(1, 1, 1), (1, 5, 16), (2, 3, 37), (8, 2, 512), (9, 33, 530), (MOST, 4, 1100), (0, 3, 8), (2, 0, 8)]
+SHAPES = [
+    (1, 1, 1),
+    (1, 5, 16),
+    (2, 3, 37),
+    (1, 33, 8),
+    (8, 2, 512),
+    (9, 33, 530),
+    (MOST, 4, 1100),
+    (0, 3, 8),
+    (2, 0, 8),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +71,12 @@ def test_a_number_is_a_sum_that_is_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(found, torch.tensor(exact, dtype=torch.float64).float())
 
 
-def test_extreme_numbers_are_as_in_fp32() -> None:
+@pytest.mark.parametrize("way", [way for way in kernels.available() if way in ("cpu", "reference")])
+def test_extreme_numbers_are_as_in_fp32(way: str) -> None:
     weight = torch.tensor([[1.0, torch.inf, 2.0], [2.0**-133, 0.0, -1.0], [3.0, 0.0, torch.nan]]).bfloat16()
-    x = torch.tensor([[3e38, 0.0, 0.0], [2.0**-149, 1.0, 1.0], [3e38, 1.0, 3e38]])
-    found = few_rows.multiply(x, weight)
+    x = torch.tensor([[3e38, 0.0, 0.0], [2.0**-149, 1.0, 1.0], [3e38, 1.0, 3e38], [0.0, -1.0, 0.0]])
+    with kernels.use(way):
+        found = few_rows.multiply(x, weight)
     wanted = x @ weight.float().t()
     assert torch.equal(found.nan_to_num(5.0), wanted.nan_to_num(5.0)) and torch.equal(found.isnan(), wanted.isnan())
 
@@ -94,6 +107,8 @@ def test_rows_that_lie_apart_are_multiplied_as_those_side_by_side(name: str, k: 
             assert torch.equal(few_rows.multiply(x, several), torch.stack(wanted))
             turned = x[0].t().contiguous().t()
             assert torch.equal(few_rows.multiply(turned, rows), wanted[0])
+    with kernels.use("reference"):
+        assert torch.equal(few_rows.multiply(x, several), torch.stack(wanted))
 
 
 def test_many_rows_are_multiplied_in_fp32() -> None:
@@ -231,3 +246,68 @@ def test_a_scale_of_nan_makes_numbers_of_nan() -> None:
     stored = few_rows.stored_rows(coded.payload, 32, casts.parse("mxfp8"), coded.scale)
     assert stored is not None
     assert few_rows.scales_of(stored)[0].isfinite().all() and few_rows.scales_of(stored)[1].isnan().all()
+
+
+@pytest.mark.parametrize(("name", "most"), [("bf16", 2), ("fp16", 2), ("e4m3fn", 8), ("mxfp6", 8), ("mxint8", 8)])
+def test_weights_in_16_bits_have_fewer_rows_that_are_few_than_codes(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for constant, value in FEWEST.items():
+        monkeypatch.setattr(few_rows, constant, value)
+    weight = Stored(torch.ones(5, 32), casts.parse(name)).rows()
+    assert weight is not None
+    asked: list[int] = []
+
+    def linear_of(x: Tensor) -> few_rows.LinearProduct:
+        asked.append(len(x))
+        return few_rows.by_torch
+
+    for rows in (1, most, most + 1):
+        found = few_rows.multiply(torch.ones(rows, 32), weight, None, linear_of)
+        assert torch.equal(found, torch.full((rows, 5), 32.0))
+    assert asked == [most + 1]
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3fn"])
+@pytest.mark.parametrize(("of_x", "of_weight"), [("cpu", "meta"), ("meta", "cpu"), ("meta", "meta")])
+def test_what_is_on_an_accelerator_is_multiplied_there(name: str, of_x: str, of_weight: str) -> None:
+    weight = Stored(torch.ones(5, 32), casts.parse(name)).rows()
+    assert weight is not None
+    weight = weight._replace(memory=weight.memory.to(of_weight))
+    seen: list[tuple[str, str]] = []
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append((x.device.type, weight.device.type))
+        return torch.zeros(1, 5)
+
+    few_rows.multiply(torch.ones(1, 32, device=of_x), weight, None, lambda x: linear)
+    assert seen == [(of_x, of_weight)]
+
+
+@pytest.mark.parametrize("way", [way for way in kernels.available() if way in ("cpu", "reference")])
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "e4m3fn@fp32/16", "mxfp6"])
+def test_rows_are_read_from_the_first_on_in_any_layout(name: str, way: str) -> None:
+    weight, values = coded(name, 7, 64) if name != "bf16" else (None, torch.randn(7, 64).bfloat16().float())
+    weight = few_rows.stored_rows(values.bfloat16(), 64) if weight is None else weight
+    assert weight is not None
+    turned = weight._replace(memory=weight.memory.t().contiguous().t())
+    if weight.scales is not None:
+        turned = turned._replace(scales=weight.scales.t().contiguous().t())
+        weight = weight._replace(scales=turned.scales)
+    x = torch.randn(2, 64)
+    with kernels.use(way):
+        for one in (weight, turned):
+            assert torch.equal(few_rows.values(one), values)
+            assert torch.equal(few_rows.values(one, 3), values[3:])
+            assert torch.equal(few_rows.values(one, 3, 2), values[3:5])
+            torch.testing.assert_close(few_rows.multiply(x, one), x @ values.t())
+
+
+READ = ["e5m2", "e4m3fn", "e3m2", "e2m3", "i8", "i8s", "e4m3finite", "e5m0fn"]
+NOT_READ = ["e6m1", "e7m0fn", "e7m0nuz", "e4m3", "e5m2fn", "e5m2finite", "e4m3fnuz", "ue5m3", "ue4m2fn", "e2m1", "i4"]
+NOT_READ += ["i16", "e5m10", "e6m1finite"]
+
+
+@pytest.mark.parametrize("name", READ + NOT_READ)
+def test_formats_of_8_and_6_bits_that_fp16_has_are_read(name: str) -> None:
+    assert few_rows.is_read.__wrapped__(casts.parse(name).element) is (name in READ)

@@ -246,10 +246,9 @@ def multiply_codes(
             raise InvalidInput(
                 f"bytes of depth {x.payload.shape[1]} do not fit codes of {w.k} inputs in groups of {w.group}"
             )
-        rows = x.payload.shape[0]
-        if rows > FEW and w.k * x.highest * 2 < 1 << 24:  # every sum of these is exact in fp32, in any order
-            units = torch.ones(w.memory.shape[0], 1, PANEL, dtype=torch.float32, device="cpu")
-            numbers = code_values(w._replace(scales=units, group=0, read=None))
+        most = w.k * x.highest * int(w.levels.int().abs().max())
+        if len(x.payload) > FEW and most <= 1 << 24:  # every sum of these is exact in fp32, in any order
+            numbers = code_values(w._replace(scales=torch.ones_like(w.scales, dtype=torch.float32), read=None))
             exact = (x.payload[:, : w.k].float() - x.zero) @ numbers.t()
             result = exact * (torch.tensor(x.scale, dtype=torch.float32, device="cpu") * scales_of(w)[:, 0])
             return result if bias is None else result + bias.float()
@@ -293,11 +292,12 @@ def _defined(x: Tensor, of_bytes: Bytes | None, w: PackedCodes, bias: Tensor | N
     elif not bool(x.isfinite().all()):
         return None
     grouped = torch.nn.functional.pad(x.double(), (0, w.depth - w.k)).reshape(len(x), -1, size)
-    of_rows = torch.full((len(x), 1, 1), of_bytes.scale if of_bytes else 0.0, dtype=torch.float32, device="cpu")
+    largest = grouped.abs().amax(2, keepdim=True).clamp(2.0**LEAST_EXPONENT)
     if of_bytes is None:
-        largest = grouped.abs().amax(2, keepdim=True).clamp(2.0**LEAST_EXPONENT)
         of_rows = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - TOP_BITS)
         grouped = (grouped / of_rows).round()
+    else:
+        of_rows = torch.full_like(largest, of_bytes.scale)
     total = torch.zeros(len(x), w.n, dtype=torch.float32, device="cpu")
     for group, some in enumerate(grouped.unbind(1)):
         total = total + (some @ weights[:, group].t()).float() * (of_rows[:, group].float() * scales[:, group])

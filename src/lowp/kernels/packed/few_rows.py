@@ -100,7 +100,7 @@ def is_read(element: FloatFormat | IntFormat) -> bool:
     """Whether codes of a format of 8 or 6 bits are read: integers, and floats that fp16 has, times a factor."""
     if isinstance(element, IntFormat):
         return element.bits == 8
-    if element.bits not in (8, 6) or not element.signed or element.exponent_bits > 5:
+    if element.bits not in (8, 6) or not element.signed:
         return False
     shift, last, factor = as_halves(element)
     with real_tensors():
@@ -119,7 +119,7 @@ def as_halves(element: FloatFormat) -> tuple[int, int, float]:
     with real_tensors():
         codes = torch.arange(1 << element.bits - 1, dtype=torch.uint8, device="cpu")
         last = int(bitwise.decoded(codes, element, torch.float64).isfinite().nonzero().max())
-    if element.exponent_bits == 5 and element.has_infinity:  # as in fp16
+    if element.has_infinity:  # as in fp16, or `is_read` finds that they differ
         last = 127
     return 10 - element.mantissa_bits - left, last << left, 2.0 ** (15 - element.bias)
 
@@ -217,8 +217,7 @@ def _described(weight: StoredRows) -> tuple[array[int], Tensor | None, float]:
         factor *= of_halves
     scale_kind = 0 if scales is None else 1 if scales.dtype is torch.float32 else 2
     group, groups = weight.group or up(weight.k, SUMS), 1 if scales is None else scales.shape[-1]
-    if scales is not None and scales.stride()[-2:] != (groups, 1):
-        scales = scales.contiguous()
+    scales = None if scales is None else scales.contiguous()
     memory, (count, apart, scales_apart) = weight.memory, (1, 0, 0)
     size = memory.element_size()
     if memory.ndim > 2:
@@ -254,9 +253,10 @@ def scales_of(weight: StoredRows) -> Tensor:
 
 def _defined(x: Tensor, weight: StoredRows, bias: Tensor | None) -> Tensor:
     """The sums in their order, in operations of torch: in fp64 of weights in 16 bits, else in fp32."""
-    x = F.pad(x.double() if weight.element is None else x, (0, -x.shape[1] % SUMS))
+    filled = 0, -x.shape[1] % SUMS
+    x = F.pad(x.double() if weight.element is None else x, filled)
     numbers, scales = (one.to(x.dtype) for one in _numbers(weight))
-    factors = F.pad(numbers, (0, x.shape[1] - numbers.shape[1]))
+    factors = F.pad(numbers, filled)
     group = weight.group or x.shape[1]
     total = torch.zeros(x.shape[0], weight.n, SUMS, dtype=x.dtype, device="cpu")
     for g, begin in enumerate(range(0, x.shape[1], group)):
