@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowp
+from lowp import recipes
+from lowp.numerics import modes
 from lowp.numerics.divergence import Fault, Guard, _first_cause, _growth, _hint, _judged
 from lowp.numerics.models import Models
-from lowp.numerics.modes import Paths, Seam
+from lowp.numerics.modes import MODE, Paths, Seam, numbers_of, source_line
 from lowp.numerics.replay import Event, Place, Trace, ranges_of, state_of
 from lowp.numerics.tape import Slot, Tape, beside, calls_again
 
@@ -738,3 +740,67 @@ def test_a_tape_knows_in_which_region_or_under_which_autocast_of_torch_s_its_ste
     with lowp.autocast(lowp.Precision("bf16").policy):
         tape.begin(model, (x,), {})
     assert tape.region is not None and tape.autocast == []
+
+
+class Around(TorchFunctionMode):
+    """A mode of the user's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_seam_lies_below_the_modes_that_came_later_and_counts_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, seen = [5.0], list[str]()
+    monkeypatch.setattr("lowp.numerics.modes.time.perf_counter", lambda: clock[0])
+
+    def observe(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        clock[0] += 1.0
+        seen.append(func.__name__)
+
+    def stack() -> list[str]:
+        known = {id(one): name for name, one in (("seam", seam), ("below", below), ("above", above))}
+        return [known[id(one)] for one in _get_current_function_mode_stack()]
+
+    seam, below, above = Seam(), Around(), Around()
+    with below:
+        assert seam.let(observe, True) and not seam.let(observe, True) and stack() == ["seam", "below"]
+        assert seam.let(observe, False) and not seam.let(observe, False) and stack() == ["below"]
+        seam.begin()
+        with above:
+            seam.let(observe, True)
+            assert stack() == ["below", "seam", "above"]
+            torch.add(torch.ones(1), 1)
+            with seam.resting():
+                assert stack() == ["below", "above"]
+                torch.sub(torch.ones(1), 1)
+            assert stack() == ["below", "seam", "above"]
+            seam.let(observe, False)
+            assert stack() == ["below", "above"]
+    assert seen == ["ones", "add"] and seam.take_seconds() == pytest.approx(2 + 2 * MODE, rel=1e-12)
+    assert seam.take_seconds() == 0.0
+
+
+def test_the_numbers_of_a_tensor_of_another_class_are_those_that_it_has_here() -> None:
+    class Sharded(Tensor):
+        def to_local(self) -> Tensor:
+            return torch.ones(1)
+
+    class Other(Tensor):
+        pass
+
+    x = torch.zeros(2)
+    other, parameter = x.as_subclass(Other), nn.Parameter(x)
+    assert numbers_of(x) is x and numbers_of(parameter) is parameter and numbers_of(other) is other
+    assert numbers_of(x.as_subclass(Sharded)).tolist() == [1.0]
+    if torch.backends.mkldnn.is_available():
+        assert numbers_of(x.to_mkldnn()).shape == (0,), "torch shows none"
+
+
+def test_a_line_is_the_nearest_of_the_user_s_own_files() -> None:
+    here: dict[str, Any] = {"source_line": source_line}
+    exec(compile("line = source_line()", "<string>", "exec"), here)
+    file, _, number = here["line"].partition(":")
+    assert file == "test_divergence.py" and "exec(compile(" in linecache.getline(__file__, int(number))
+    file, _, number = source_line().partition(":")
+    assert file == "test_divergence.py" and "= source_line().partition" in linecache.getline(__file__, int(number))
+    assert [modes._is_library(str(one.__file__)) for one in (torch, lowp, modes, recipes)] == [True, True, True, False]
