@@ -355,6 +355,8 @@ def test_every_finding_is_explained() -> None:
     for name in FINDINGS:
         text = explained(name)
         assert "Why: " in text and "What to do: " in text and "  " not in text
+        source = FINDINGS[name].source
+        assert text.endswith(f"\n\nSource: {source}") if source else "Source:" not in text
     with pytest.raises(UnknownName, match=r"unknown finding 'N1010'; did you mean N101"):
         explained("N1010")
 

@@ -20,7 +20,7 @@ from lowp.numerics.divergence import Fault, Guard, _first_cause, _growth, _hint,
 from lowp.numerics.models import Models
 from lowp.numerics.modes import MODE, Paths, Seam, numbers_of, source_line
 from lowp.numerics.replay import Event, Place, Trace, ranges_of, state_of
-from lowp.numerics.tape import Slot, Tape, beside, calls_again
+from lowp.numerics.tape import Slot, Tape, beside, calls_again, random_state, set_random_state
 
 
 def test_ranges_of_inputs_are_those_of_their_finite_numbers() -> None:
@@ -740,6 +740,65 @@ def test_a_tape_knows_in_which_region_or_under_which_autocast_of_torch_s_its_ste
     with lowp.autocast(lowp.Precision("bf16").policy):
         tape.begin(model, (x,), {})
     assert tape.region is not None and tape.autocast == []
+    tape = Tape(Seam())
+    with lowp.autocast("fp32"), torch.autocast("cpu", dtype=torch.float16):
+        tape.begin(model, (x,), {})
+    assert tape.region is None and len(tape.autocast) == 1, "a region without rules"
+
+
+def test_the_random_state_is_that_of_every_generator_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: ["first", "second"])
+    for used in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda used=used: used)
+        states = random_state()
+        first = torch.rand(1)
+        assert len(states) == (3 if used else 1)
+        set_random_state(states)
+        assert torch.equal(torch.rand(1), first)
+    assert given == [["first", "second"]]
+
+
+def test_a_model_runs_again_with_copies_of_what_it_was_given_and_functions_with_what_they_were() -> None:
+    got: list[tuple[Tensor, ...]] = []
+
+    class Taking(nn.Module):
+        def forward(self, x: Tensor, places: Tensor, frozen: Tensor) -> Tensor:
+            got.append((x, places, frozen))
+            return x[places] + frozen
+
+    def loss_of(output: Tensor, weight: Tensor) -> Tensor:
+        got.append((output, weight))
+        return (output * weight).sum()
+
+    tape, model = Tape(Seam()), Taking()
+    x, places, frozen, weight = torch.ones(2, requires_grad=True), torch.tensor([1]), torch.ones(1), torch.ones(1)
+    weight.requires_grad_()
+    tape.begin(model, (x, places), {"frozen": frozen})
+    tape.open(model, output := model(x, places, frozen=frozen))
+    tape._saw(loss_of, (output, weight), {}, loss := loss_of(output, weight))
+    tape.end(loss)
+    got.clear()
+    again = calls_again(tape)
+    assert again is not None and again.requires_grad and float(again.detach()) == 2.0
+    (first, second, third), (_, used) = got
+    assert first is not x and first.is_leaf and first.requires_grad and torch.equal(first, x)
+    assert second is places and third is not frozen and not third.requires_grad and used is weight
+
+
+@pytest.mark.parametrize(("training", "cleaned"), [(True, {"running_mean", "running_var"}), (False, set())])
+def test_of_a_norm_in_training_alone_the_statistics_begin_finite(training: bool, cleaned: set[str]) -> None:
+    model = nn.BatchNorm1d(2).train(training)
+    model.register_buffer("mask", torch.ones(2))
+    buffers = dict(model.named_buffers())
+    for name in ("running_mean", "running_var", "mask"):
+        buffers[name].fill_(math.nan)
+    with beside(Tape(Seam()), Models(model)):
+        inside = dict(model.named_buffers())
+        assert all(inside[name] is not one for name, one in buffers.items())
+        assert {name for name, one in inside.items() if not one.isnan().any()} == {*cleaned, "num_batches_tracked"}
+    assert all(one is buffers[name] for name, one in model.named_buffers()) and buffers["running_mean"].isnan().all()
 
 
 class Around(TorchFunctionMode):

@@ -169,6 +169,7 @@ class Scaler:
         return self.scale
 
     def add_exponents(self, counts: torch.Tensor) -> None:
+        assert counts.shape == (256,)
         self.fed.append({place: int(counts[place]) for place in counts.nonzero().flatten().tolist()})
 
 
@@ -229,6 +230,15 @@ def test_the_window_is_that_of_most_modules_and_begins_where_least_is_flushed() 
     assert window_of(gradients(a=[*few, 2.0**12]))[0] == Window(-4, 3)
     assert window_of(gradients(a=[*few, 2.0**18]))[0] == Window(-6, -3), "three powers of two are left"
     assert window_of(gradients(a=[0.0])) == (Window(-126, 127), {})
+    assert window_of(gradients(a=[65504.0] * 9 + [2.0**-24])) == (Window(0, 0), {}), "one scale"
+    both = gradients(a=[1.0])
+    both.part.ops["a", "linear"].parameters["weight"] = "a.weight"
+    both.part.ops["n", "layer_norm"] = OpSeen("norm", parameters={"weight": "n.weight"})
+    both.part.ops["l", "mse_loss"] = OpSeen("wide")
+    for module, op, role, value in (("a", "weight", "weight_grad", 2.0), ("n", "weight", "weight_grad", 2.0**9)):
+        both.part.tensors[Key(module, op, role, "backward")] = Spectrum.of(torch.tensor([value]))
+    both.part.tensors[Key("l", "mse_loss", "grad", "backward")] = Spectrum.of(torch.tensor([2.0**9]))
+    assert window_of(both) == (Window(-24, 14), {}), "of what is in 16 bits"
     with pytest.raises(InvalidInput, match="no gradient was recorded"):
         initial_scale(gradients(a=[0.0]))
     record = gradients(a=[2.0**-10])
@@ -236,6 +246,14 @@ def test_the_window_is_that_of_most_modules_and_begins_where_least_is_flushed() 
     record.sampling.update(max_overhead=0.1)
     assert initial_scale(record) == 2.0**16
     assert initial_scale(Record({}, gradients(a=[1.0]).part, {"max_overhead": 0.1})) == 2.0**12
+
+
+def test_the_noise_of_a_bias_is_a_rounding_of_what_it_sums_up() -> None:
+    record = gradients(a=[1.0, -2.0, 4.0, 0.0], b=[1.0])
+    for name in ("a", "b"):
+        record.part.ops[name, "linear"].parameters.update(weight=f"{name}.weight", bias=f"{name}.bias")
+    record.part.tensors[Key("a", "bias", "weight_grad", "backward")] = Spectrum.of(torch.tensor([2.0**-40, 7.0]))
+    assert windows._noise_of_biases(record) == {"a.bias": 2.0**-12 * math.sqrt(21 / 2)}
 
 
 @pytest.mark.parametrize(

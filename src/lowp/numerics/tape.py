@@ -70,9 +70,8 @@ class Tape:
             self.forget()
         if not self.calls:
             entry = entries.current()
-            inside = entry is not None and entry.engine is not None
-            self.region = entry.region if inside and entry is not None else None
-            self.autocast = [] if inside else [one for one in entries.autocast_state() if one[1]]
+            self.region = None if entry is None or entry.engine is None else entry.region
+            self.autocast = [] if self.region is not None else [one for one in entries.autocast_state() if one[1]]
         self._waiting = TapedCall(model, self._kept(args), self._kept(kwargs), random=random_state())
         self.rest()
 
@@ -236,7 +235,5 @@ def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) 
     return found if found is not None and found.requires_grad else None
 
 
-def _detached(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
+def _detached(x: Tensor) -> Tensor:
     return x.detach().requires_grad_(x.requires_grad) if x.is_floating_point() else x

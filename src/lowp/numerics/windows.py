@@ -31,9 +31,11 @@ def window_of(record: Record) -> tuple[Window, dict[str, str]]:
             one = scale_window(seen, "fp16", flushed=_MOST_FLUSHED)
             windows[key.module] = windows[key.module].meet(one) if key.module in windows else one
             wanted[key.module] = max(wanted.get(key.module, -126), scale_window(seen, "fp16").lowest)
+    if not windows:
+        return Window(-126, 127), {}
     fit = {power: sum(one.lowest <= power <= one.highest for one in windows.values()) for power in range(-126, 128)}
     most = max(fit.values())
-    if windows and not most:
+    if not most:
         return Window(1, 0), dict.fromkeys(windows, "fits under no scale")
     highest = max(power for power, count in fit.items() if count == most)
     outside = {
@@ -42,8 +44,8 @@ def window_of(record: Record) -> tuple[Window, dict[str, str]]:
         if not one.lowest <= highest <= one.highest
     }
     inside = [module for module in windows if module not in outside]
-    lowest = max((windows[module].lowest for module in inside), default=-126)
-    clean = max((wanted[module] for module in inside), default=-126)
+    lowest = max(windows[module].lowest for module in inside)
+    clean = max(wanted[module] for module in inside)
     return Window(max(lowest, min(clean, highest - 3)), highest), outside
 
 
