@@ -61,6 +61,17 @@ def test_codes_are_those_of_the_definition(format: FloatFormat | IntFormat) -> N
         assert torch.equal(as_integers(found)[may_have_code], as_integers(wanted)[may_have_code]), name
 
 
+@pytest.mark.parametrize("name", ["reference", *FAST])
+@pytest.mark.parametrize("text", ["e2m1", "e3m2", "i8", "i1", "i4s", "ue4m3finite"])
+def test_a_nan_without_a_code_is_counted_and_has_code_zero(text: str, name: str) -> None:
+    element = parse(text).element
+    x = torch.tensor([1.0, torch.nan, -torch.nan, 1.0])
+    codes = torch.full((4,), 77).to(code_dtype(element))
+    assert IMPLEMENTATIONS[name].encode(x, Cast(element), 0, codes) == 2
+    one = element.encode(1.0) if isinstance(element, FloatFormat) else 1
+    assert codes.tolist() == [one, 0, 0, one]
+
+
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 37], ids=["all", "sample"])
 @pytest.mark.parametrize("format", FORMATS_TRIED, ids=str)
 def test_every_code_decodes_to_its_value_and_back(format: FloatFormat | IntFormat, step: int) -> None:
