@@ -460,6 +460,22 @@ def test_empty_operands_give_zeros_or_nothing() -> None:
         assert integer.convolve("input_gradient", *ends, apart, kernel=kernel).values.shape == (0, 2, 6)
 
 
+def test_a_convolution_without_results_has_gradients_of_zeros() -> None:
+    for sizes, weight in (((2, 3, 2, 5), (4, 3, 3, 2)), ((2, 3, 5, 2), (4, 3, 2, 3)), ((1, 2, 3), (2, 2, 4))):
+        shape = ConvolutionShape.of(sizes, weight)
+        assert 0 in shape.output
+        ends = random_int16(*shape.output), random_int16(*weight)
+        for kernel in (*KERNELS, "reference"):
+            for dtype in (torch.int64, None):
+                of_input = integer.convolve("input_gradient", *ends, shape, dtype=dtype, kernel=kernel).values
+                assert of_input.shape == sizes and not of_input.any(), kernel
+            forward = integer.convolve("forward", random_int16(*sizes), ends[1], shape, kernel=kernel).values
+            assert forward.shape == shape.output, kernel
+            ends_of_weight = random_int16(*sizes), ends[0]
+            of_weight = integer.convolve("weight_gradient", *ends_of_weight, shape, kernel=kernel).values
+            assert of_weight.shape == weight and not of_weight.any(), kernel
+
+
 def test_an_exponent_can_be_a_tensor() -> None:
     a = random_int16(4, 4)
     assert same(

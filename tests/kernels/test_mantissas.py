@@ -670,3 +670,20 @@ def test_without_a_seed_a_cast_draws_by_seed_0(name: str) -> None:
         for found in (current_mantissas(x, cast), *given, to_mantissas(x, cast, by_zero.exponent, 0)):
             assert torch.equal(found.payload, by_zero.payload)
     assert not torch.equal(by_one.payload, by_zero.payload)
+
+
+def test_rows_of_what_was_seen_tell_faults_counts_and_the_largest_by_entry() -> None:
+    flags = (0, 1, 1 | 1 << 8, 1 << 16)  # nothing, an infinity, a NaN, all has vanished
+    rows = torch.tensor(
+        [[7 + place, 10 + place, 20 + place, 3, 4, 50 + place, one, 9] for place, one in enumerate(flags)]
+    )
+    assert entries.nonfinite_of(rows).tolist() == [False, True, True, False]
+    overflowed, elements = entries.counts_of(rows)
+    assert overflowed.tolist() == [10, 11, 12, 13] and elements.tolist() == [50, 51, 52, 53]
+    written = torch.tensor([True, False, True, True])
+    for is_result, nonfinite in ((True, [False, False, True, False]), (False, [False, True, True, False])):
+        seen = entries.observed(rows, torch.full((4,), is_result), written)
+        assert seen.mantissa.tolist() == [7, 8, 9, 10] and seen.mantissa.dtype is torch.int32
+        assert seen.nonfinite.tolist() == nonfinite and seen.vanished.tolist() == [False, False, False, True]
+        assert [one.tolist() for one in seen[-3:]] == [[10, 11, 12, 13], [20, 21, 22, 23], [50, 51, 52, 53]]
+        assert seen.mask is written

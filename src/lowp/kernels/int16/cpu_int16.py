@@ -83,7 +83,8 @@ def is_exact_int16(x: Tensor, cast: Cast) -> tuple[bool, Tensor]:
     """
     exponent = torch.empty((), dtype=torch.int32, device="cpu")
     block, offset, *bounds = own_bounds(cast)
-    offset -= 0 if cast.scaling is None else cast.scaling.headroom
+    assert cast.scaling is not None
+    offset -= cast.scaling.headroom
     found = cpu.loaded().lowp_is_exact_int16(block, x, offset, *bounds, x.numel(), torch.get_num_threads(), exponent)
     return found != 0, exponent
 
@@ -97,8 +98,8 @@ def own_bounds(cast: Cast) -> tuple[object, int, int, int]:
 def exponent_bounds(cast: Cast) -> tuple[int, int, int]:
     """Return what is added to floor(log2) of a maximum, and the bounds of the sum, for the exponent of a tensor."""
     format = cast.format
-    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo)
-    offset = (0 if cast.scaling is None else cast.scaling.headroom) - (format.element.bits - 2)
+    assert isinstance(format, ScaledFormat) and isinstance(format.scale, PowerOfTwo) and cast.scaling is not None
+    offset = cast.scaling.headroom - (format.element.bits - 2)
     return offset, format.scale.min_exponent, format.scale.max_exponent
 
 
