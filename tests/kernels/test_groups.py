@@ -616,3 +616,45 @@ def test_scales_that_follow_from_the_largest_magnitudes_are_told_from_others(tex
 def test_scales_of_maxima_are_those_of_groups(text: str, wanted: list[float], dtype: torch.dtype) -> None:
     found = scaled.scale_of_maxima(torch.tensor([1.0, 1.5, 30.0, 0.0], dtype=dtype), parse(text))
     assert found.dtype is dtype and torch.equal(found, torch.tensor(wanted).to(dtype))
+
+
+@pytest.mark.parametrize("name", [name for name in kernels.available() if name != "native"])
+def test_a_scale_of_nan_marks_groups_that_are_not_finite_where_scales_have_up_to_8_bits(name: str) -> None:
+    x = torch.full((3, 32), 3.0)
+    x[0, 3], x[1, 20] = math.inf, math.nan
+    with kernels.use(name):
+        for scale, marks in (
+            ("e4m3fn", True),
+            ("e3m3fn", True),
+            ("e5m3", False),
+            ("fp16", False),
+            ("e4m3finite", False),
+        ):
+            found = kernels.quantize(x, f"e2m1@{scale}/16")
+            whole = [found[0, :16].isnan().all(), found[1, 16:].isnan().all()]
+            assert whole == [marks, marks] and bool((found[0, 16:] == 3).all() and (found[2] == 3).all()), scale
+            if not marks:
+                others = torch.cat((found[0, :3], found[0, 4:16], found[1, 16:20], found[1, 21:]))
+                assert bool((others == 3).all()), scale
+
+
+def test_ternary_elements_are_symmetric_integers_of_2_bits_under_fractions() -> None:
+    ternary = {"ternary": True, "i2s@fp32/row": True, "i2s@fp32/16": True}
+    others = ("i2@fp32/row", "i3s@fp32/row", "i2s@e8m0/row", "i2s@fp16/row", "int8-affine", "i2s@fp32/row/affine")
+    every = {**ternary, **dict.fromkeys((*others, "e2m1@fp32/row", "fp16", "i2s", "binary"), False)}
+    assert {text: scaled.is_ternary(parse(text).format) for text in every} == every
+
+
+@pytest.mark.parametrize("bits", [2, 8, 31, 32])
+@pytest.mark.parametrize("mode", ["nearest-even", "nearest-away", "up", "down", "toward-zero", "to-odd", "stochastic"])
+def test_integers_with_a_zero_point_reach_over_the_whole_range(bits: int, mode: str) -> None:
+    x = torch.tensor([[0.0, 1.0, 3.0, 2.0**-20], [-3.0, -1.0, 0.5, -0.1]], dtype=torch.float64)
+    to, found = f"i{bits}@fp64/row/affine:{mode}", []
+    for name in kernels.available():
+        if name != "native":
+            with kernels.use(name):
+                coded = kernels.encode(x, to, seed=3)
+                found += [kernels.quantize(x, to, seed=3), kernels.dequantize(coded)]
+    assert all(torch.equal(one, found[0]) for one in found)
+    torch.testing.assert_close(found[0], x, rtol=0, atol=1.5 * 3.5 / (2**bits - 1))
+    assert bool(found[0][0, 2] == found[0][0].amax()) and bool(found[0][1, 0] == found[0][1].amin())

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowp.casts import Cast, Overflow, Rounding, ScalingSpec, carry_of
 from lowp.compat import has_fp64, remembered_by_identity
 from lowp.errors import InvalidInput
-from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope
+from lowp.formats import FORMATS, FloatFormat, Format, IntFormat, PowerOfTwo, ScaledFormat, Scope, Specials
 from lowp.kernels.numbers import bitwise
 from lowp.kernels.numbers.floats import floor_log2, largest_finite, maximum, narrow, two_to_the, widen
 from lowp.kernels.numbers.groups import fold, group_shape, spread
@@ -269,9 +269,10 @@ def elements(x: Tensor, cast: Cast, scales: Scales, quantize: Quantize, seed: Se
         return torch.where(takes_other(scales, x.shape, format), whole, element_cast(quotient, cast.element_cast))
     if scales.zero_point is None:
         return element_cast(quotient, cast.element_cast)
-    assert isinstance(format.element, IntFormat)
     element = format.element
-    wide = Cast(IntFormat("wide", min(element.bits + 2, 32)), cast.rounding, None, None, cast.random_bits)
+    # the integers below 2**(bits + 1) are the numbers of a format that are 1 apart
+    integers = FloatFormat("integers", 1, element.bits, Specials.FINITE, 1 - element.bits)
+    wide = Cast(integers, cast.rounding, Overflow.SATURATE, None, cast.random_bits)
     zero_point = spread(scales.zero_point, x.shape, format.scope)
     return (element_cast(quotient, wide) + zero_point).clamp(element.minimum, element.maximum)
 
