@@ -166,11 +166,11 @@ def test_a_call_that_raises_does_not_hide_the_one_that_follows() -> None:
     optimizer = sgd(model)
     with lowp.profile(model, optimizer, max_overhead=None) as profile:
         with pytest.raises(ZeroDivisionError):
-            model(torch.ones(2, 3))
+            model(torch.ones(7, 3))
         model.begin = lambda model, args: None
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    assert [one["op"] for one in profile.record.part.faults] == ["log"]
+    assert [(one["op"], one["inputs"][0]["shape"]) for one in profile.record.part.faults] == [("log", [2, 2])]
 
 
 def test_hooks_of_the_user_s_run_again_on_what_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +190,7 @@ def test_why_a_step_cannot_run_again_is_said_in_two_hundred_characters(capsys: p
     profile = lowp.profile(network(), max_overhead=None)
 
     def look_again(tape: object, gradient: object) -> None:
+        assert profile.is_replaying is True
         raise ValueError("x" * 300 + "\na second line")
 
     with profile:
@@ -198,6 +199,108 @@ def test_why_a_step_cannot_run_again_is_said_in_two_hundred_characters(capsys: p
         watch.pause, watch.follow = lambda: called.append("pause"), lambda: called.append("follow")
         profile._watch, profile.schedule._failures = watch, 2
         profile._after_backward(None)
-        assert called == ["pause", "follow"] and not profile.is_replaying
+        assert called == ["pause", "follow"] and profile.is_replaying is False
         profile._watch, profile.step = None, 1
     assert f"(ValueError: {'x' * 188})" in capsys.readouterr().err
+
+
+def test_calls_that_build_no_graph_or_are_evaluation_are_of_no_step() -> None:
+    model, x = network(), torch.ones(2, 16)
+    optimizer = sgd(model)
+    with lowp.profile(model, optimizer, max_overhead=None) as profile:
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            model(x)
+        model.eval()(x)
+        model.train()
+        assert not profile._guard.tape.calls
+        train(model, optimizer, 1)
+        model.append(nn.Linear(4, 4))
+        model(x)
+        assert "4" in profile.schedule._costs, "a part that is new has its turn at once"
+    assert profile.record.ops["0", "linear"].calls == 2, "the last step has not ended"
+
+
+def test_the_time_of_looks_is_not_that_of_guarding() -> None:
+    model = network()
+    optimizer = sgd(model)
+    with lowp.profile(model, optimizer, max_overhead=None, divergence=False) as profile:
+        model(torch.ones(2, 16)).sum().backward()
+        assert not profile._guard.tape.calls and profile._guard.tape._waiting is None
+        optimizer.step()
+        train(model, optimizer, 1)
+        assert profile._alone is None, "the next step is looked at"
+    budget = profile.budget
+    assert budget.guarding == 0.0 < budget.own < budget.total and budget.idle == 0.0
+    assert all(one.loss is not None and one.largest_gradient is None for one in profile.record.steps)
+
+
+def test_steps_that_are_guarded_alone_are_noted_and_their_time_is_that_of_guarding() -> None:
+    model = network()
+    optimizer = sgd(model)
+    profile = lowp.profile(model, optimizer, max_overhead=None)
+    profile.schedule.looks = False
+    with profile:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).square().sum().backward()
+            assert len(profile._guard.tape.calls) > 1 and profile._guard.unguarded == 0
+            optimizer.step()
+            assert not profile._guard.tape.calls
+    budget, history = profile.budget, profile._guard.history
+    assert 0.0 < budget.guarding == budget.own < budget.total
+    assert [one.step for one in history] == [0, 1, 2]
+    assert all(one.loss and one.largest_gradient for one in history) and not any(one.sampled for one in history)
+
+
+def test_steps_for_which_there_is_no_room_are_passed_by() -> None:
+    model = network()
+    optimizer = sgd(model)
+    with lowp.profile(model, optimizer, max_overhead=1e-9, divergence=False) as profile:
+        train(model, optimizer, 12)
+        assert profile._alone is optimizer and hooks_of(model) == [0, 0]
+    assert profile.step == 12 and profile.budget.idle > 0 and not profile._guard.history
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_loss_is_told_without_its_scale_and_scales_where_they_change(looks: bool) -> None:
+    model, x = network(), torch.ones(2, 16)
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    profile = lowp.profile(model, optimizer, scaler=scaler, max_overhead=None)
+    profile.schedule.looks = looks
+    losses = []
+    with profile:
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            losses.append(float(loss.detach()))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    steps = profile.record.steps
+    assert [one.loss for one in profile._guard.history] == pytest.approx(losses, rel=1e-6)
+    expected = {0: 2.0**10, 1: 2.0**10, 2: 2.0**11} if looks else {0: 2.0**10, 2: 2.0**11}
+    assert {one.step: one.scale for one in steps} == expected
+
+
+@pytest.mark.parametrize(("precision", "beside"), [("flex16+5", False), ("bf16", True)])
+def test_a_step_whose_tensors_move_shared_exponents_does_not_run_again(precision: str, beside: bool) -> None:
+    model = network()
+    with lowp.profile(model, max_overhead=None) as profile:
+        profile.schedule.beside = True
+        with lowp.Precision(precision).autocast():
+            profile._begin_watch(model)
+        assert profile._watch is not None and profile.schedule.beside is profile._watch.beside is beside
+        profile.step = 1
+
+
+@pytest.mark.parametrize(("share", "observes"), [("auto", False), (None, True)])
+def test_regions_are_observed_from_the_first_step_on_where_whole_steps_are_looked_at(
+    share: str | None, observes: bool
+) -> None:
+    with lowp.profile(network(), max_overhead=share) as profile:
+        assert profile.schedule.modules and profile._observes is observes
+        profile._drop_watch()
+        assert profile._observes is False
+        profile.step = 1

@@ -211,7 +211,7 @@ class Profiler:
         self._spent(started)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.schedule.guards and not self._is_idle(module) and torch.is_grad_enabled():
+        if self.schedule.guards:
             started = time.perf_counter()
             self._guard.tape.open(module, output)
             self._spent(started)
@@ -388,6 +388,6 @@ class Profiler:
         self.step += 1
         self._guarded += self.schedule.guards
         started = time.perf_counter()
-        if watch is not None or not self.schedule.modules:
+        if not self.schedule.modules:
             self._prepare()
         self.budget.spent(time.perf_counter() - started, watch is not None)
