@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import warnings
 from functools import cache
@@ -208,7 +209,7 @@ def test_a_loss_is_told_from_where_it_was_met_if_more_than_an_eighth_lose_more_t
     assert not told(x, 32, 1.0) and not told(x, 256, 0.125) and not told(x, 256, 0.12)
     (found,) = told(x, 33, 0.126)
     assert str(found.message).startswith(f"it: of its {features} features 13% are lost under the shared scale of {DFP}")
-    assert found.filename == __file__
+    assert found.filename == __file__ and "low_words.warn_of_loss(" in linecache.getline(__file__, found.lineno)
     x[:, features // 2 :] = 0
     (found,) = told(x, 17, 1.0)
     assert "features 13% are lost" in str(found.message), "of those that are not zero"

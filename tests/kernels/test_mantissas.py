@@ -654,6 +654,19 @@ def test_a_single_number_is_written_under_an_exponent_that_holds_it_and_noted_in
     assert table.seen[0, entries.LARGEST] == entries.MOST_MANTISSA == 1 << 29
 
 
+@needs_library
+def test_what_is_in_the_format_is_left_if_it_may_be() -> None:
+    table, x = table_of([-9]), torch.tensor([3.0, -5.0, 0.5])
+    payload, result = torch.zeros(3, dtype=torch.int16), torch.zeros(3)
+    exponent, found = entries.write(table.block, FLEX, 0, x, payload, result, entries.UNLESS_EXACT)
+    assert int(exponent) == -12 and found == -1 and not result.any()
+    exponent, found = entries.write(table.block, FLEX, 0, x, payload, result)
+    assert int(exponent) == -9 and found == 0 and torch.equal(result, x)
+    exponent, found = entries.write(table.block, FLEX, 0, x + 2.0**-20, payload, result, entries.UNLESS_EXACT)
+    assert int(exponent) == -9 and found == 0 and payload.tolist() == [1536, -2560, 256]
+    assert entries.write(table.block, FLEX, 0, x / 0, payload, result)[1] == 1
+
+
 def test_the_longest_window_is_that_of_the_library() -> None:
     text = (Path(cpu.__file__).parent / "exponents.cpp").read_text(encoding="utf-8")
     assert f"constexpr int kMostWindow = {entries.MOST_WINDOW};" in text

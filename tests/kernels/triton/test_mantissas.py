@@ -17,7 +17,7 @@ from lowp.exponents.table import ExponentTable
 from lowp.kernels.choose import dispatch
 from lowp.kernels.int16 import entries, mantissas, payloads
 from lowp.kernels.int16.cpu_int16 import Seen
-from lowp.kernels.int16.mantissas import Mantissas, current_mantissas, mantissas_and_values
+from lowp.kernels.int16.mantissas import Mantissas, as_exponent, current_mantissas, mantissas_and_values
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -157,9 +157,11 @@ def test_the_exponent_of_what_is_finite() -> None:
     for x in tensors(torch.float32, 3):
         for cast in map(casts.parse, ("dfp16", "flex16+5", "dfp16:static(4)")):
             finite = current_mantissas(torch.where(x.isfinite(), x, 0.0), cast)
+            told = finite.exponent if bool(x.isfinite().all()) else as_exponent(mantissas.NOT_FINITE)
             for way in ("triton", "bitwise"):
                 with kernels.use(way):
                     assert torch.equal(mantissas.own_exponent(x, cast, only_finite=True), finite.exponent)
+                    assert torch.equal(mantissas.own_exponent(x, cast), told)
 
 
 @pytest.mark.parametrize("spec", ["flex16+5:autoflex", "flex16+5:reactive", "dfp16:reactive"])

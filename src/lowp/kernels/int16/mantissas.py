@@ -112,12 +112,14 @@ def own_exponent(x: Tensor, cast: Cast, only_finite: bool = False) -> Tensor:
 
         found = kernels.look(x, cast, only_finite=only_finite)
         return found.exponent if only_finite else found.told
-    if _is_direct(x) and (cast.scaling is None or cast.scaling.exponent is None):
+    scaling = cast.scaling
+    assert scaling is not None
+    if _is_direct(x) and scaling.exponent is None:
         known = cpu_int16.current_int16(x, cast, 0, None)
         if not only_finite or int(known) != NOT_FINITE:
             return known
-    scaling, largest = cast.scaling, _bits_of_largest(torch.where(x.isfinite(), x, 0.0) if only_finite else x)
-    if scaling is not None and scaling.exponent is not None:
+    largest = _bits_of_largest(torch.where(x.isfinite(), x, 0.0) if only_finite else x)
+    if scaling.exponent is not None:
         exponent = torch.full_like(largest, scaling.exponent)
     else:
         units = largest.to(torch.float32).view(torch.int32) >> 23  # of a subnormal number: how many of 2**-149
@@ -150,7 +152,8 @@ def current_mantissas(x: Tensor, cast: Cast, seed: Seed = 0, hint: Tensor | None
 
         found = kernels.look(x, cast, hint)
         return Mantissas(kernels.convert(x, cast, found.exponent, seed), found.told)
-    if hint is None and _is_direct(x) and (cast.scaling is None or cast.scaling.exponent is None):
+    assert cast.scaling is not None
+    if hint is None and _is_direct(x) and cast.scaling.exponent is None:
         out = x.new_empty(x.shape, dtype=torch.int16)
         return Mantissas(out, cpu_int16.current_int16(x, cast, int(seed), out))  # type: ignore[arg-type]
     exponent = own_exponent(x, cast)
