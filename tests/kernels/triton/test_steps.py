@@ -353,3 +353,12 @@ def test_moments_are_kept_in_blocks_of_codes_under_powers_of_two() -> None:
     for name in ("bf16", "fp32"):
         found = steps.kept(None, parse(name))
         assert found is not None and (found.size, found.kind, found.rounds) == (32, name, False)
+
+
+def test_a_kernel_steps_what_begins_at_a_block_and_is_kept_in_formats_that_it_has() -> None:
+    fp32 = parse("fp32")
+    for place, fits in ((0, True), (steps.BLOCK, True), (5 * steps.BLOCK, True), (1, False), (steps.BLOCK + 1, False)):
+        assert updates.fits_triton(None, fp32, place) is fits
+    assert not updates.fits_triton(None, fp32, torch.tensor(0)), "a place that only the device knows"
+    for weight, moments, fits in ((parse("bf16"), "mxint8", True), (None, "mxfp4", True), (None, "int8", False)):
+        assert updates.fits_triton(weight, parse(moments), 0) is fits, moments
