@@ -187,6 +187,22 @@ def test_moments_and_weights_in_few_bits_are_stepped_in_one_call_with_the_bits_o
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
+@native
+@pytest.mark.parametrize(("make", "options"), KEPT, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_a_parameter_alone_is_stepped_as_several_are(
+    make: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    found = []
+    for way in ("cpu", "bitwise"):
+        one = nn.Parameter(drawn(3, 70))
+        optimizer = make([one], lr=0.01, **options)  # type: ignore[call-arg]
+        one.grad = drawn(4, 70).to(one.dtype)
+        with kernels.use(way):
+            optimizer.step()
+        found.append((one.detach(), *optimizer.state[one].values()))
+    assert all(map(torch.equal, *found))
+
+
 def test_gradients_are_checked_by_a_devices_kernel_where_it_reads_them() -> None:
     x = torch.ones(2, 3, 4, 4)
     with pytest.raises(Unavailable, match=r"no kernel checks gradients on cpu: lowp.kernels.use\('triton'\) has one"):

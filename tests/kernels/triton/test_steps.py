@@ -362,3 +362,16 @@ def test_a_kernel_steps_what_begins_at_a_block_and_is_kept_in_formats_that_it_ha
     assert not updates.fits_triton(None, fp32, torch.tensor(0)), "a place that only the device knows"
     for weight, moments, fits in ((parse("bf16"), "mxint8", True), (None, "mxfp4", True), (None, "int8", False)):
         assert updates.fits_triton(weight, parse(moments), 0) is fits, moments
+
+
+@pytest.mark.parametrize("options", [{"storage": None}, {}, {"masters": "split-8"}], ids=str)
+def test_a_parameter_alone_is_stepped_as_several_are(options: dict[str, Any]) -> None:
+    found = []
+    for way in ("triton", "bitwise"):
+        one = nn.Parameter(torch.linspace(-2, 2, 40))
+        optimizer: Any = SGD([one], lr=0.1, momentum=0.9, maximize=True, moments="int8", **options)
+        one.grad = torch.linspace(0.1, 3, 40).bfloat16().to(one.dtype)
+        with kernels.use(way):
+            optimizer.step()
+        found.append((one.detach(), *optimizer.state[one].values()))
+    assert all(map(torch.equal, *found))
