@@ -143,6 +143,15 @@ def test_the_histogram_counts_exponents_of_fp32() -> None:
             assert (int(zeros), int(nan), int(infinite)) == (2, 1, 1)
 
 
+def test_what_is_not_finite_has_no_maximum_and_no_square() -> None:
+    for name in ("reference", *FAST):
+        for dtype in DTYPES:
+            x = torch.tensor([torch.inf, torch.nan, -torch.inf], dtype=dtype)
+            histogram, maximum, squares, zeros, nan, infinite = IMPLEMENTATIONS[name].statistics(x)
+            assert (float(maximum), float(squares), int(zeros), int(nan), int(infinite)) == (0.0, 0.0, 0, 1, 2), name
+            assert histogram[255] == 3 == histogram.sum()
+
+
 def test_the_last_bits_of_an_unlikely_draw_decide() -> None:
     # The word of element 1 under seed 0 is 0xe169c58d; a fraction that begins with it needs the words behind.
     word = torch.tensor([0xE169C58D]).double() * 2.0**-32

@@ -146,6 +146,25 @@ def test_a_torch_without_onednn_leaves_nothing_to_the_processor(
     assert hardware.tiles_of_bytes() is False
 
 
+def test_bytes_are_left_to_tiles_that_the_processor_reports_and_onednn_may_use(
+    reports_amx: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reported, limit, expected in ((True, "", True), (False, "", False), (True, "AVX2", False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda reported=reported: {"amx_int8": reported})
+        monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
+        hardware.tiles_of_bytes.cache_clear()
+        assert hardware.tiles_of_bytes() is expected
+
+
+def test_whose_threads_compute_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "cpu" not in kernels.available():
+        pytest.skip("the C++ library was not built")
+    told = {True: "the library's own", False: "torch's OpenMP threads; other: LOWP_THREADS=own in the environment"}
+    for own, words in told.items():
+        monkeypatch.setattr(cpu, "uses_own_threads", lambda own=own: own)
+        assert choices()["threads"] == words
+
+
 def test_fp16_is_multiplied_by_no_cpu_and_both_by_gpus() -> None:
     assert not hardware.multiplies("cpu", torch.float16) and not hardware.multiplies("xpu", torch.bfloat16)
     assert hardware.multiplies("cuda", torch.float16) and hardware.multiplies("cuda", torch.bfloat16)

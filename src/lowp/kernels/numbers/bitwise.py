@@ -54,7 +54,7 @@ def encode(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> int:
     """Write the codes of the values into `out`. Return the number of NaNs without a code; their code is zero."""
     element = cast.element
     # codes exist also where the dtype of x cannot hold the values
-    rounded = quantized(widen(x) if x.dtype == torch.float64 or _needs_fp64(cast) else widen16(x), cast, seed)
+    rounded = quantized(widen(x) if _needs_fp64(cast) else widen16(x), cast, seed)
     is_nan = rounded.isnan()
     if isinstance(element, IntFormat):
         codes = torch.where(is_nan, 0.0, rounded).to(CARRIERS[rounded.dtype].integer)
@@ -106,8 +106,7 @@ def apply(x: Tensor, cast: Cast, prepared: Parameters, seed: Seed = 0) -> Tensor
 
 def decoded(codes: Tensor, format: FloatFormat | IntFormat, dtype: torch.dtype) -> Tensor:
     """Return the values of the codes, exactly, in `dtype`."""
-    is_wide = dtype == torch.float64 or _needs_fp64(Cast(format)) or codes.dtype == torch.uint64
-    wide = torch.float64 if is_wide else torch.float32
+    wide = torch.float64 if dtype == torch.float64 or _needs_fp64(Cast(format)) else torch.float32
     code = codes.view(SIGNED[codes.dtype.itemsize]).to(CARRIERS[wide].integer)
     if isinstance(format, IntFormat):
         return narrow(code.to(wide), dtype)
@@ -130,9 +129,7 @@ def _specials_decoded(value: Tensor, code: Tensor, format: FloatFormat) -> Tenso
     if infinity is not None:
         value = torch.where(code & all_ones == infinity, torch.inf, value)
         value = torch.where(code & all_ones > infinity, torch.nan, value)
-    elif nan == all_ones:
-        value = torch.where(code & all_ones == nan, torch.nan, value)
-    if nan is not None and nan > all_ones:  # the code of minus zero
+    if nan is not None:  # all ones, or the code of minus zero; above infinity it is one already
         value = torch.where(code & (nan | all_ones) == nan, torch.nan, value)
     return value
 
