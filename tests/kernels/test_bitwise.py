@@ -18,7 +18,7 @@ from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels import IMPLEMENTATIONS, available
 from lowp.kernels.casts import checks
 from lowp.kernels.numbers import bitwise, native, philox, reference
-from lowp.kernels.numbers.floats import widen16
+from lowp.kernels.numbers.floats import CARRIERS, widen16
 from lowp.kernels.numbers.packing import as_integers, code_dtype, wrapped
 
 FAST = [name for name in available() if name not in ("reference", "native")]
@@ -141,6 +141,19 @@ def test_the_histogram_counts_exponents_of_fp32() -> None:
             assert {i: n for i, n in enumerate(histogram.tolist()) if n} == {0: 3, 1: 1, 127: 2, 128: 1, 254: 1, 255: 2}
             assert float(maximum) == x[7].item()
             assert (int(zeros), int(nan), int(infinite)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_a_number_are_those_in_memory(dtype: torch.dtype) -> None:
+    carrier, one = CARRIERS[dtype], torch.ones((), dtype=dtype)
+    every = [carrier.infinity * part // 1999 for part in range(1999)]
+    edges = [0, 1, (1 << carrier.mantissa_bits) - 1, 1 << carrier.mantissa_bits, int(bits(one)), carrier.infinity - 1]
+    places = torch.tensor([*every, *edges], dtype=carrier.integer)
+    assert [carrier.bits(value) for value in places.view(dtype).tolist()] == places.tolist()
+    smallest, epsilon = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).eps
+    for value in (1 + epsilon / 2, smallest * (1 + epsilon) / 2) if dtype is not torch.float64 else ():
+        with pytest.raises(ValueError, match=f"{value!r} has more bits than this dtype holds"):
+            carrier.bits(value)
 
 
 def test_what_is_not_finite_has_no_maximum_and_no_square() -> None:

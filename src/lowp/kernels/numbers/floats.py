@@ -45,18 +45,15 @@ class Carrier(NamedTuple):
 
     def bits(self, value: float) -> int:
         """The bits of a positive number of this dtype or zero."""
-        mantissa, exponent = value.hex().split("p") if value else ("0", "0")
         if value == 0:
             return 0
-        whole, _, fraction = mantissa.removeprefix("0x").partition(".")
-        significand, power = int(whole + fraction, 16), int(exponent) - 4 * len(fraction)
-        leading = significand.bit_length() - 1 + power
+        significand, divisor = value.as_integer_ratio()  # a power of two
+        leading = significand.bit_length() - divisor.bit_length()
         unit = max(leading, self.min_exponent) - self.mantissa_bits
-        shift = power - unit
-        if shift < 0 and significand & ((1 << -shift) - 1):
+        kept, lost = divmod(significand << max(-unit, 0), divisor << max(unit, 0))
+        if lost:
             raise ValueError(f"{value!r} has more bits than this dtype holds")
-        significand = significand << shift if shift >= 0 else significand >> -shift
-        return significand + (max(leading - self.min_exponent, 0) << self.mantissa_bits)
+        return kept + (max(leading - self.min_exponent, 0) << self.mantissa_bits)
 
 
 CARRIERS = {
