@@ -305,6 +305,11 @@ def test_a_step_that_cannot_be_run_again_is_told_and_the_training_goes_on() -> N
     assert fault["kind"] == "unknown" and "cannot be run again: RuntimeError: no more data" in fault["hint"]
 
 
+def test_a_fault_in_a_module_whose_result_has_no_gradient_is_named() -> None:
+    fault = fault_of(Model(lambda x: zeros_once(x.detach()).abs().log()))  # without a graph
+    assert_place(fault, "log", "between", "# without a graph")
+
+
 def test_a_backward_pass_within_the_model_runs_again_too() -> None:
     def moved(x: Tensor) -> Tensor:
         place = x.detach().requires_grad_()
