@@ -85,7 +85,7 @@ def inputs(
     noise = torch.randint(limits.min, limits.max, (random,), generator=generator, dtype=torch.int64).to(carrier)
     special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan], dtype=dtype).view(carrier)
     odd_nans = torch.tensor([limits.max, -1], dtype=carrier)
-    return torch.cat([near - 1, near, near + 1, noise, special, odd_nans]).view(dtype)
+    return torch.cat([near - 1, near, near + 1, noise, special - 1, special, special + 1, odd_nans]).view(dtype)
 
 
 def _thinned(points: list[float], at_most: int | None) -> list[float]:

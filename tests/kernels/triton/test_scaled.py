@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact_casts import bits
+from exact_casts import INTEGERS, bits
 from torch import Tensor
 
 import lowp
@@ -43,7 +43,10 @@ def numbers(dtype: torch.dtype) -> Tensor:
     x[6, 0] = 127.0  # so that int8's scale is 1, and halves are in the middle
     x[7, 1], x[8] = 448.0 * 8, 3.4e38
     x[9] = torch.randint(-24, 25, (64,), generator=generator) / 4
-    return x.to(dtype)
+    x[10, 7] = torch.inf
+    x = x.to(dtype)
+    x.view(INTEGERS[dtype])[10, 7] += 1  # the first NaN beyond infinity
+    return x
 
 
 def served(text: str, dtype: torch.dtype, codes: bool = False) -> bool:
@@ -196,6 +199,20 @@ def test_every_format_of_the_table_but_these_has_a_kernel() -> None:
         *("flex16+5", "dfp16", "int16"),  # mantissas, and more bits than a quotient in fp32 decides
         *("int8-affine", "ternary", "binary"),
     }
+
+
+def test_elements_and_scales_have_a_kernel_whose_products_fp32_holds() -> None:
+    has = {
+        **dict.fromkeys(
+            ["e5m2@e5m2@fp32/32", "e3m4@e4m3fn@fp32/32", "e2m5@e4m3fn@fp32/32", "nvfp4:nearest-away"], True
+        ),
+        **dict.fromkeys(
+            ["e2m1@e3m2@fp32/16", "e4m3fn@ue4m3@fp32/32", "i8@e4m3fn@fp32/16"], False
+        ),  # scales without NaN
+        **dict.fromkeys(["if4:nearest-away", "if4:stochastic", "nvfp4:up"], False),
+    }
+    for codes in (False, True):
+        assert {text: served(text, torch.float32, codes) for text in has} == has
 
 
 @pytest.mark.parametrize("text", ["mxfp8:up", "int8:stochastic", "mxfp8:static(0)", "int8-affine", "e4m3fn@e8m0/24"])
