@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowp.errors import Unavailable
-from lowp.formats import Scope
+from lowp.errors import InvalidInput, Unavailable
+from lowp.formats import IntFormat, Scope, parse
 from lowp.kernels.int16.late import LateNumber, at_once
-from lowp.kernels.numbers import floats
+from lowp.kernels.numbers import floats, packing
 from lowp.kernels.numbers.groups import fold, group_shape, spread, unfold
 from lowp.kernels.packed.few_bits import codes_of, pack_codes
 
@@ -123,3 +123,60 @@ def test_a_number_of_the_host_is_read_at_once_and_one_of_a_device_stays_there() 
     there = torch.tensor(3.0, device="meta")
     found = at_once(there)
     assert isinstance(found, Tensor) and found.is_meta and found is not there
+
+
+def test_codes_of_8_16_32_and_64_bits_fill_bytes_and_are_packed_as_they_are() -> None:
+    assert [bits for bits in range(1, 33) if packing.fills_bytes(IntFormat("i", bits))] == [8, 16, 32]
+    of_floats = {text: packing.fills_bytes(parse(text)) for text in ("fp64", "e11m51", "e11m36", "fp32", "e2m1")}  # type: ignore[arg-type]
+    assert of_floats == {"fp64": True, "e11m51": False, "e11m36": False, "fp32": True, "e2m1": False}
+    codes = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    assert packing.pack(codes, IntFormat("i8", 8)) is codes
+    assert packing.unpack(codes, IntFormat("i8", 8), 2).tolist() == [[0, 1], [3, 4]]
+    assert packing.unpack(codes[0, 1], IntFormat("i8", 8)).tolist() == 1
+    with pytest.raises(InvalidInput, match="a row of 1 bytes holds 1 codes of i8, not 2"):
+        packing.unpack(codes[0, 1], IntFormat("i8", 8), 2)
+
+
+def test_a_row_holds_as_many_codes_as_fit() -> None:
+    packed, element = torch.zeros(3, 2, dtype=torch.uint8), IntFormat("i3", 3)
+    assert packing.unpack(packed, element).shape == packing.unpack(packed, element, 5).shape == (3, 5)
+    assert packing.unpack(packed, element, 0).shape == (3, 0)
+    for length in (-1, 6):
+        with pytest.raises(InvalidInput, match=f"a row of 2 bytes holds 5 codes of i3, not {length}"):
+            packing.unpack(packed, element, length)
+
+
+def test_a_code_has_the_smallest_dtype_that_holds_it() -> None:
+    of_integers = {bits: packing.code_dtype(IntFormat("i", bits)) for bits in (1, 8, 9, 16, 17, 32)}
+    eight, sixteen, more = torch.int8, torch.int16, torch.int32
+    assert of_integers == {1: eight, 8: eight, 9: sixteen, 16: sixteen, 17: more, 32: more}
+    names = ("e4m3fn", "e5m3", "fp16", "e8m8", "fp32", "e11m20", "e11m21", "fp64")
+    dtypes = (torch.uint8, *[torch.uint16] * 2, *[torch.uint32] * 3, *[torch.uint64] * 2)
+    assert tuple(packing.code_dtype(parse(name)) for name in names) == dtypes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int64])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 12])
+def test_rows_of_codes_are_packed_from_their_lowest_bits_and_read_back(bits: int, dtype: torch.dtype) -> None:
+    element = IntFormat("i", bits)
+    every = torch.arange(element.minimum, element.maximum + 1)[:100].to(dtype)
+    codes = torch.tensor([[1, -1, -1]], dtype=dtype) if bits == 1 else every.expand(2, -1)
+    packed = packing.pack(codes, element)
+    numbers = [
+        sum(int(code < 0 if bits == 1 else code % (1 << bits)) << bits * at for at, code in enumerate(row))
+        for row in codes.tolist()
+    ]
+    assert packed.dtype is torch.uint8
+    assert [int.from_bytes(bytes(row), "little") for row in packed.tolist()] == numbers
+    assert torch.equal(packing.unpack(packed, element, codes.shape[1]), codes.long())
+    for given in (packed.to(torch.int16), packed[0, 0]):
+        with pytest.raises(
+            InvalidInput, match=f"packed codes of i{bits} must be rows of torch.uint8, not {given.ndim}-d"
+        ):
+            packing.unpack(given, element)
+
+
+def test_a_single_number_is_a_group_of_its_own() -> None:
+    for scope in (*SCOPES, Scope("block", 1), Scope("tile", 1, 1)):
+        wanted = () if scope.kind in ("tensor", "row") else (1,)
+        assert group_shape(torch.Size(()), scope) == wanted, scope

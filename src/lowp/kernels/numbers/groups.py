@@ -1,5 +1,7 @@
 """Which elements of a tensor share a scale: the groups of a scope, their shape, and their numbers for elements."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ def group_shape(shape: torch.Size, scope: Scope) -> tuple[int, ...]:
         return tuple(shape[:1]) or (1,)
     if scope.kind == "row":
         return tuple(shape[:-1])
-    blocks = -(-(shape[-1] if shape else 1) // scope.size)
+    blocks = -(-math.prod(shape[-1:]) // scope.size)
     if scope.kind == "tile" and len(shape) > 1:
         return (*shape[:-2], -(-shape[-2] // scope.rows), blocks)
     return (*shape[:-1], blocks)
@@ -49,7 +51,7 @@ def unfold(folded: Tensor, shape: torch.Size, scope: Scope) -> Tensor:
         tiles = folded.reshape(*folded.shape[:-1], rows, folded.shape[-1] // rows).transpose(-3, -2)
         return tiles.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]]
     if scope.kind in ("block", "tile"):
-        folded = folded.flatten(-2)[..., : shape[-1] if shape else 1]
+        folded = folded.flatten(-2)[..., : math.prod(shape[-1:])]
     return folded.reshape(shape)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels.numbers.philox import signed
 
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
@@ -25,7 +26,7 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
         return codes
     codes = codes.reshape(1) if codes.ndim == 0 else codes
     codes = codes == -1 if bits == 1 else codes  # the sign
-    if 8 % bits == 0 and codes.dtype.itemsize == 1:
+    if 8 % bits == 0:
         return _pack_bytes(codes, bits)
     single = as_integers(codes).unsqueeze(-1) >> torch.arange(bits, device=codes.device) & 1
     row = single.flatten(-2)
@@ -35,7 +36,7 @@ def pack(codes: Tensor, format: FloatFormat | IntFormat) -> Tensor:
 
 
 def _pack_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Codes of 1, 2 or 4 bits in bytes, several to a byte."""
+    """Codes of 1, 2 or 4 bits, several to a byte."""
     places = codes.to(torch.uint8) & ((1 << bits) - 1)
     each = 8 // bits
     places = torch.nn.functional.pad(places, (0, -places.shape[-1] % each))
@@ -86,8 +87,8 @@ def as_integers(codes: Tensor) -> Tensor:
     """Return codes of any integer dtype as int64, whose low bits they are; torch computes little in unsigned dtypes."""
     if codes.dtype.is_signed or codes.dtype == torch.uint8:
         return codes.to(torch.int64)
-    mask = (1 << 8 * codes.dtype.itemsize) - 1
-    return codes.view(SIGNED[codes.dtype.itemsize]).to(torch.int64) & (mask if mask < 1 << 63 else -1)
+    mask = signed((1 << 8 * codes.dtype.itemsize) - 1)
+    return codes.view(SIGNED[codes.dtype.itemsize]).to(torch.int64) & mask
 
 
 def wrapped(codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,11 +98,11 @@ def wrapped(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def code_dtype(element: FloatFormat | IntFormat) -> torch.dtype:
     """Return the smallest dtype of a code: unsigned for float formats, signed two's complement for integers."""
-    signed = isinstance(element, IntFormat)
+    is_signed = isinstance(element, IntFormat)
     if element.bits <= 8:
-        return torch.int8 if signed else torch.uint8
+        return torch.int8 if is_signed else torch.uint8
     if element.bits <= 16:
-        return torch.int16 if signed else torch.uint16
+        return torch.int16 if is_signed else torch.uint16
     if element.bits <= 32:
-        return torch.int32 if signed else torch.uint32
+        return torch.int32 if is_signed else torch.uint32
     return torch.uint64
