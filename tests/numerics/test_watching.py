@@ -328,3 +328,17 @@ def test_calls_within_a_region_are_left_to_the_region() -> None:
     assert not watch.part.ops
     model(x)
     assert watch.finish().ops["", "linear"].calls == 1
+
+
+def test_calls_are_left_to_a_region_that_a_profile_began_in_too() -> None:
+    model, x, seam = nn.Linear(3, 3), torch.randn(2, 3), Seam()
+    watch = StepWatch(0, seam, Models(model), lambda: 1.0)
+    with lowp.autocast(presets.PRESETS["bf16"].policy):
+        seam.begin()
+        watch.follow()
+        torch.nn.functional.linear(x, model.weight)
+        assert not watch.part.ops
+        with lowp.autocast(enabled=False):
+            torch.nn.functional.linear(x, model.weight)
+        assert watch.part.ops["", "linear"].calls == 1
+        watch.pause()
