@@ -77,7 +77,7 @@ def test_activations_become_bytes_and_are_multiplied_in_one_call_as_in_two(over:
 
 @needs_library
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN held to less than VNNI sums bytes wrongly")
-@pytest.mark.parametrize("highest", [127, 255])
+@pytest.mark.parametrize("highest", [127, 128, 255])
 def test_torchs_own_product_of_bytes_gives_the_same_sums(highest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scales, bias = _weights("uniform", 33, 70), torch.rand(33), torch.randn(33)
     a = Bytes(torch.randint(0, highest + 1, (7, 72), dtype=torch.uint8), 0.37, 31, highest)
@@ -387,8 +387,41 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         byte_products.multiply(byte_rows.to_bytes(torch.ones(1, 16), 1.0, 0, 127), panels)
     with pytest.raises(InvalidInput, match="up to 255 do not fit"):
         byte_products.multiply(byte_rows.to_bytes(torch.ones(1, 24), 1.0, 0, 255), panels)
-    with pytest.raises(Unavailable, match="may leave int32"):
-        byte_products.pack(torch.zeros(1, 70_000, dtype=torch.int8), torch.ones(1), 127)
+    assert byte_products.pack(torch.zeros(1, 65793, dtype=torch.int8), torch.ones(1), 127).k == 65793
+    with pytest.raises(Unavailable, match="a product over 65794 bytes may leave int32: 65793 is the most"):
+        byte_products.pack(torch.zeros(1, 65794, dtype=torch.int8), torch.ones(1), 127)
+
+
+def test_weights_packed_without_the_library_are_to_be_summed_in_any_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_products, "multiplies_bytes", lambda: False)
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    panels = byte_products.pack(torch.zeros(17, 40, dtype=torch.int8), torch.ones(17), 127)
+    assert panels.ways.tolist() == [[2, 2], [2, 2]] and panels.memory.shape == (2, 10, 16, 4)
+
+
+def test_a_range_holds_zero_and_both_ends_in_the_bytes_that_there_are() -> None:
+    wanted = {
+        (0.0, 0.0): (1.0, 0),
+        (1.0, 127.0): (1.0, 0),
+        (-127.0, -3.0): (1.0, 127),
+        (-27.0, 100.0): (1.0, 27),
+        (-31.75, 31.75): (0.5, 64),  # a tie, to the even one
+        (-1e-45, 1e-46): (1.0, 0),  # a scale of zero in fp32
+    }
+    for (low, high), (scale, zero) in wanted.items():
+        assert byte_rows.range_of(low, high, 127) == Range(scale, zero, 127)
+    infinite, largest = float("inf"), 3e38
+    for low, high in (
+        (-infinite, 1.0),
+        (0.0, infinite),
+        (float("nan"), 1.0),
+        (0.0, float("nan")),
+        (-infinite, infinite),
+    ):
+        assert str(byte_rows.range_of(low, high, 255)) == str(Range(float("nan"), 0, 255))
+    assert str(byte_rows.range_of(-largest, largest, 1)) == str(Range(float("nan"), 0, 1))  # fp32 has no such scale
+    for shape in ((0, 3), (3, 0)):
+        assert byte_rows.own_range(torch.empty(shape), 255) == Range(1.0, 0, 255)
 
 
 def test_formats_of_two_to_four_bits_with_whole_levels_are_read_as_codes() -> None:

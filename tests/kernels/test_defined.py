@@ -214,7 +214,7 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed)).to(torch.int8)
 
 
-@pytest.mark.parametrize("depth", [1, 1024, 1025, 3000])
+@pytest.mark.parametrize("depth", [1, 2, 1024, 1025, 3000])
 @pytest.mark.parametrize("has_bytes", [False, True])
 def test_products_of_codes_are_exact_sums_rounded_once(
     depth: int, has_bytes: bool, monkeypatch: pytest.MonkeyPatch

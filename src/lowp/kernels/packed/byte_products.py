@@ -132,7 +132,7 @@ def _linear(a: Activations, b: Panels, bias: Tensor | None) -> Tensor:
     if highest > b.highest:
         raise InvalidInput(f"bytes up to {highest} do not fit weights for bytes up to {b.highest}")
     bias = _padded(bias, b.scales.shape[0])
-    payload = torch.empty(x.shape[0] * up(b.k, EIGHT), dtype=torch.uint8, device="cpu")
+    payload = torch.empty(len(x) * up(b.k, EIGHT), dtype=torch.uint8, device="cpu")
     out = torch.empty(x.shape[0], b.n, dtype=torch.float32, device="cpu")
     right, finish = (b.memory, b.ways, b.n), (b.scales, b.sums, bias, payload, out)
     cpu.loaded().lowp_bytes_linear(

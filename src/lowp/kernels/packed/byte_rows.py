@@ -67,8 +67,6 @@ def matrix(x: Tensor) -> tuple[Tensor, int, int, int]:
 # -- bytes ------------------------------------------------------------------------------------------------------------
 def range_of(low: float, high: float, highest: int) -> Range:
     """Return the byte range that holds low .. high and exactly zero. Infinite or NaN bounds give a scale of NaN."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return Range(math.nan, 0, highest)
     low, high = min(low, 0.0), max(high, 0.0)
     scale = array("f", [(high - low) / highest])[0]  # rounded to fp32
     if scale == 0 or not math.isfinite(scale):
