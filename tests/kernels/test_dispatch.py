@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowp import kernels
 from lowp.compat import accelerator
-from lowp.errors import Unavailable
+from lowp.errors import Misuse, Unavailable
 from lowp.kernels import cpu, triton
 from lowp.kernels.choose import dispatch
 from lowp.kernels.choose.choices import choices
@@ -124,3 +124,25 @@ def test_seeds_are_drawn_from_all_of_62_bits() -> None:
     first = int(draw_seed())
     torch.manual_seed(3)
     assert int(draw_seed()) == first
+
+
+def test_a_seed_that_is_not_drawn_says_what_to_do_within_vmap_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(text: str) -> Tensor:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch, "randint", lambda *given, **named: refused("vmap: in randomness error mode"))
+    with pytest.raises(Misuse, match="give it randomness='different', or 'same'"):
+        draw_seed()
+    monkeypatch.setattr(torch, "randint", lambda *given, **named: refused("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        draw_seed()
+    assert not isinstance(raised.value, Misuse)
+
+
+def test_statistics_of_two_tensors_have_the_larger_maximum_and_the_sum_of_squares() -> None:
+    one, other = (
+        kernels.statistics(torch.tensor([3.0, 4.0, torch.nan])),
+        kernels.statistics(torch.tensor([6.0, -torch.inf])),
+    )
+    for both in (one + other, other + one):
+        assert (both.maximum, both.sum_squares, both.count, both.nan, both.inf, both.zeros) == (6.0, 61.0, 5, 1, 1, 0)

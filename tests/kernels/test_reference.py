@@ -15,8 +15,8 @@ from lowp.casts import Cast, parse
 from lowp.formats import FloatFormat, IntFormat
 from lowp.kernels.casts import checks
 from lowp.kernels.numbers import reference
+from lowp.kernels.numbers.philox import Draw, tail_words, words
 from lowp.kernels.numbers.philox import _blocks as blocks
-from lowp.kernels.numbers.philox import tail_words, words
 
 SEED = 0xC0FFEE_1234_5678_9ABC
 
@@ -161,6 +161,19 @@ def test_the_words_of_an_element_follow_from_seed_and_index(seed: int) -> None:
     assert found == [philox(seed, (i // 4, 0, 0, 0))[i % 4] for i in range(15)]
     tail = torch.stack(tail_words(x, seed), dim=-1).reshape(15, 4).tolist()
     assert tail == [philox(seed, (i, 0, 1, 0)) for i in range(15)]
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 7, 2**33 + 5])
+def test_a_part_has_the_words_of_the_whole(first: int) -> None:
+    whole, part = torch.zeros(12), torch.zeros(12 - first % 12)
+    begin = first - first % 12  # of what the whole begins with
+    for seed in (SEED, torch.tensor(5)):
+        found = (words(part, Draw(seed, first)), *tail_words(part, Draw(seed, first)))
+        every = (words(whole, Draw(seed, begin)), *tail_words(whole, Draw(seed, begin)))
+        assert all(torch.equal(one, other[first - begin :]) for one, other in zip(found, every, strict=True))
+        key = SEED if isinstance(seed, int) else 5
+        assert found[0][0] == philox(key, (first // 4 & 0xFFFFFFFF, first // 4 >> 32, 0, 0))[first % 4]
+        assert [int(one[0]) for one in found[1:]] == philox(key, (first & 0xFFFFFFFF, first >> 32, 1, 0))
 
 
 def test_a_position_beyond_32_bits_uses_both_halves_of_the_counter() -> None:

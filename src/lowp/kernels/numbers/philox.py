@@ -77,7 +77,7 @@ def words(x: Tensor, seed: Seed) -> Tensor:
     seed, first = drawn(seed)
     count, skipped = x.numel(), first % 4
     counter = torch.arange((skipped + count + 3) // 4, dtype=torch.int64, device=x.device) + first // 4
-    found = torch.stack(_blocks(counter, 0, seed), dim=-1)
+    found = torch.stack(_blocks(counter, 0, seed), dim=1)
     return found.reshape(-1)[skipped : skipped + count].reshape(x.shape)
 
 
