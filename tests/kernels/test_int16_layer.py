@@ -200,6 +200,25 @@ def test_a_gradient_of_any_layout_is_read() -> None:
     assert case.plan.backward(case.gradient.double(), None, saved, None, needs) is None
 
 
+def test_backward_reads_what_was_kept_in_any_layout_and_known_mantissas_of_the_gradient() -> None:
+    case = Case("small")
+    _, *saved = case.forward(case.bias)
+    expected = case.plan.backward(case.gradient, None, saved, None, case.needs)
+    assert expected is not None
+    turned = [saved[0].t().contiguous().t(), saved[1].t().contiguous().t(), saved[2]]
+    known = words(case.gradient, DFP16)
+    exact, other = known.values, known.values * 3
+    for gradient, of_gradient, kept in (
+        *((case.gradient, None, turned), (exact, (known, True), saved), (exact, (known, False), saved)),
+        *((other, (known, False), saved), (case.gradient.double(), (known, False), saved)),
+    ):
+        found = case.plan.backward(gradient, of_gradient, kept, None, case.needs)
+        assert found is not None
+        assert all(torch.equal(a.values, b.values) for a, b in zip(found, expected, strict=True) if a and b)
+    assert case.plan.backward(other, (known, True), saved, None, case.needs) is None
+    assert case.plan.backward(exact.double(), (known, True), saved, None, case.needs) is None
+
+
 def test_gradients_that_are_not_needed_are_not_made() -> None:
     case = Case("small")
     _, *saved = case.forward(case.bias)

@@ -641,6 +641,76 @@ def test_a_sum_is_rounded_once_to_a_subnormal_number_too(monkeypatch: pytest.Mon
     assert integer.matmul(left, right, under, torch.float64).item() == ((1 << 29) + 1025) * 2.0**-160
 
 
+def test_kernels_of_the_processor_and_the_definition_ask_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, shape = random_int16(2, 3, 4), ConvolutionShape.of((1, 2, 5), (3, 2, 2))
+    x, w = random_int16(*shape.input), random_int16(*shape.weight)
+    bias = Bias(torch.tensor([1.0, -2.0, 3.0]))
+    expected = integer.multiply(a, a.mT, bias=bias, kernel="reference")
+    sums = (a.long() @ a.mT.long()).double() + bias.numbers.double()
+    assert torch.equal(expected.values, sums.clamp(-32768, 32767).short()), "of each column in every matrix"
+    convolved = integer.convolve("forward", x, w, shape, bias=bias, kernel="reference")
+    with monkeypatch.context() as patch:
+        for name in ("by_triton", "sums_by_triton"):
+            patch.setattr(integer_run, name, lambda *_: pytest.fail("Triton was asked"))
+        for kernel in (*KERNELS, "reference"):
+            assert same(integer.multiply(a, a.mT, bias=bias, kernel=kernel), expected)
+            assert same(integer.convolve("forward", x, w, shape, bias=bias, kernel=kernel), convolved)
+            for dtype in (None, torch.int64, torch.int16):
+                integer.multiply(a, a.mT, dtype=dtype, kernel=kernel)
+                integer.convolve("forward", x, w, shape, dtype=dtype, kernel=kernel)
+    asked: list[bool] = []
+    definition = integer_reference.matmul
+
+    def by_sums(left: Tensor, right: Tensor, chained: bool) -> Tensor:
+        asked.append(chained)
+        return definition(left, right, chained)
+
+    monkeypatch.setattr(integer_run, "sums_by_triton", by_sums)
+    monkeypatch.setattr(integer_reference, "matmul", lambda *_: pytest.fail("the definition was asked"))
+    assert same(integer.multiply(a, a.mT, bias=bias, kernel="triton"), expected) and asked == [False]
+    assert same(integer.convolve("forward", x, w, shape, bias=bias, kernel="triton"), convolved) and len(asked) == 2
+
+
+def test_the_kernel_of_a_device_is_no_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, far = torch.ones(1), torch.ones(1, device="meta")
+    monkeypatch.setattr(integer, "_on_device", lambda _: "its own")
+    monkeypatch.setattr(integer, "KERNELS", (*integer.KERNELS, "its own"))
+    assert integer.chosen_kernel(here) == cpu.asked() and integer.chosen_kernel(here, "avx2") == "avx2"
+    for kernel in ("reference", "triton"):
+        assert integer.chosen_kernel(far, kernel) == integer.chosen_kernel(here, kernel) == kernel
+    for kernel in ("avx2", "portable", None):
+        with pytest.raises(Unavailable, match="has no integer products on meta; triton and reference have them"):
+            integer.chosen_kernel(far, kernel)
+    monkeypatch.setattr(integer, "_ANYWHERE", ("reference", "triton", "its own"))
+    assert integer.chosen_kernel(far) == "its own"
+    monkeypatch.setattr(integer, "forced", lambda: "cpu")
+    assert integer.chosen_kernel(here) == cpu.asked() and integer.chosen_kernel(here, "reference") == "reference"
+    with pytest.raises(Unavailable, match="cpu has no integer products on meta"):
+        integer.chosen_kernel(far)
+
+
+def test_bounds_of_depth_and_sizes_are_the_largest_that_are_taken() -> None:
+    integer._check_depth(1 << 32)
+    with pytest.raises(InvalidInput, match="a depth of 4294967297 could overflow int64; allowed: up to 4294967296"):
+        integer._check_depth((1 << 32) + 1)
+    for one, other in ((X.float(), X.float().mT), (X.int(), X.int().mT), (X, X.mT.float())):
+        with pytest.raises(InvalidInput, match=r"the integer kernels take torch\.int16"):
+            integer.multiply(one, other)
+    for sizes, weight in (((1, 4, 3), (2, 4, 0)), ((1, 4, 3, 3), (2, 4, 1, 0)), ((1, 4, 3, 3), (2, 4, 0, 1))):
+        with pytest.raises(InvalidInput, match="does not fit an input"):
+            ConvolutionShape.of(sizes, weight)
+    grouped = ConvolutionShape.of((1, 6, 4), (8, 3, 2), groups=2)
+    assert grouped.depth("forward") == 2 * 4 and grouped.depth("input_gradient") == 2 * 4
+    single = random_int16(2, 3, 0)
+    for kernel in (*KERNELS, "reference"):
+        for dtype in (torch.int16, torch.float32, torch.int64, None):
+            found = integer.multiply(single.mT, random_int16(2, 3, 4), dtype=dtype, kernel=kernel)
+            assert found.values.shape == (2, 0, 4) and found[1:] == (0, 0, 0, 0.0)
+        inner = random_int16(4, 5, 3).permute(2, 0, 1)  # whose matrices have no neighbours
+        assert torch.equal(integer.multiply(inner, inner.mT, dtype=torch.int64, kernel=kernel).values,
+                           int64_product(inner, inner.mT))  # fmt: skip
+
+
 def test_a_convolution_knows_how_many_products_it_sums_and_does() -> None:
     shape = ConvolutionShape.of((5, 12, 9, 8), (6, 4, 3, 2), 1, 0, 1, 3)
     assert shape.output == (5, 6, 7, 7) and shape.operations == 2 * 5 * 7 * 7 * (6 * 4 * 3 * 2)

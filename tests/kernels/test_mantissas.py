@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -700,3 +701,47 @@ def test_rows_of_what_was_seen_tell_faults_counts_and_the_largest_by_entry() -> 
         assert seen.nonfinite.tolist() == nonfinite and seen.vanished.tolist() == [False, False, False, True]
         assert [one.tolist() for one in seen[-3:]] == [[10, 11, 12, 13], [20, 21, 22, 23], [50, 51, 52, 53]]
         assert seen.mask is written
+
+
+class Sending(Tensor):
+    """A tensor that is still on its way, as torch's AsyncCollectiveTensor; its own numbers are none."""
+
+    def trigger_wait(self) -> Tensor:
+        return torch.tensor([1.0, 2.0])
+
+
+def test_what_is_still_sent_is_waited_for() -> None:
+    x = torch.zeros(2).as_subclass(Sending)
+    assert mantissas.readable(x).tolist() == mantissas.laid_out(x, FLEX).tolist() == [1.0, 2.0]
+    plain = torch.tensor([3.0, 4.0])
+    assert mantissas.readable(plain.as_subclass(Numbers)).tolist() == [3.0, 4.0]
+    assert mantissas.laid_out(plain, FLEX).data_ptr() == mantissas.readable(plain).data_ptr() == plain.data_ptr()
+
+
+class Numbers(Tensor):
+    """A tensor of another type, which is there."""
+
+
+def test_on_a_processor_no_other_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels import triton
+
+    monkeypatch.delattr(triton, "mantissas", raising=False)
+    monkeypatch.setitem(sys.modules, "lowp.kernels.triton.mantissas", None)
+    x, hint = torch.tensor([4.0, 8.0]), as_exponent(-5)
+    for name in ("cpu", "bitwise"):
+        if name in available():
+            with use(name):
+                assert int(current_mantissas(x, FLEX).exponent) == int(own_exponent(x, FLEX)) == -11
+                assert int(current_mantissas(x, FLEX, 0, hint).exponent) == -5
+                assert mantissas.exact(x, FLEX, hint) == (True, -5)
+                assert int(current_mantissas(x, parse("flex16+5:static(-8)")).exponent) == -8
+
+
+@needs_library
+def test_the_library_reads_numbers_of_fp32_at_multiples_of_their_size() -> None:
+    x = torch.ones(9)
+    assert cpu_int16.memory_of(x, x[1:], x[2:]) == [x.data_ptr() + 4 * place for place in range(3)]
+    assert cpu_int16.memory_of(at_any_byte(x)) is None and cpu_int16.memory_of(x, x.double()) is None
+    assert cpu_int16.memory_of(x[::2]) is None and cpu_int16.memory_of(x[::2], as_they_lie=True) == [x.data_ptr()]
+    with use("bitwise"):
+        assert cpu_int16.memory_of(x) is None

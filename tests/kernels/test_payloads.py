@@ -432,6 +432,17 @@ def test_what_is_kept_begins_where_the_tensor_does() -> None:
     assert turned is not None and turned.payload.tolist() == [[1, 3], [2, 4]]
 
 
+def test_mantissas_that_lie_otherwise_are_not_kept_and_others_do_not_read_what_is() -> None:
+    x, whole = torch.ones(2, 2), torch.ones(5, dtype=torch.int16)
+    for payload in (whole[1:].view(2, 2), whole[:4].view(2, 2).t(), torch.ones(3, 2, dtype=torch.int16)[1:]):
+        payloads.keep(x, FLEX.format, as_exponent(0), payload)
+        assert payloads.kept(x, FLEX.format) is None and payloads.hint(x) == (FLEX.format, 0)
+    payloads.keep(x, FLEX.format, as_exponent(0), whole[:4].view(2, 2))
+    assert payloads.kept(x, FLEX.format) is not None and payloads.kept(x, DFP.format) is None
+    for other in (nn.Parameter(x), x.view(torch.int32), torch._neg_view(x), x.to_sparse(), x.clone()):
+        assert payloads.hint(other) is None and payloads.kept(other, FLEX.format) is None
+
+
 def test_gradients_of_ops_keep_what_they_were_rounded_to_and_other_tensors_do_not() -> None:
     for cast, kept in ((DFP, True), (parse("dfp16:stochastic"), False)):
         made = torch.rand(8).requires_grad_() * 2

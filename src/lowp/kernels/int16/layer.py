@@ -57,7 +57,7 @@ class MatrixProduct(NamedTuple):
             left_depth = right_depth = 1
         apart, none = [1] * (2 - len(batch)), [0] * (2 - len(batch))
         of_left, of_right = (*none, *left, of_rows, left_depth), (*none, *right, of_columns, right_depth)
-        return [*apart, *batch, m, n, k, *of_left, *of_right, m * n * (batch or [1])[-1], m * n, n, self.is_turned]
+        return [*apart, *batch, m, n, k, *of_left, *of_right, m * n * math.prod(batch[1:]), m * n, n, self.is_turned]
 
 
 class MatrixProducts(NamedTuple):
@@ -165,7 +165,7 @@ class LayerPlan:
             return None
         memory: list[int] | None = [0]
         if known is None:
-            if not gradient.is_contiguous() or (memory := memory_of(gradient)) is None:
+            if (memory := memory_of(gradient)) is None:
                 memory = memory_of(gradient := readable(gradient))
         elif known[1]:
             memory = memory_of(gradient)
