@@ -159,7 +159,8 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, out
 def _called(function: Callable[..., int], output: Output, result: Tensor, operands: tuple[Any, ...]) -> Multiplied:
     """Call the library; `operands` are tensors and numbers."""
     integers, largest = array("q", (0, 0, 0)), array("d", (0.0,))
-    kind, bias = 0 if output.chained else KINDS[output.dtype], output.bias or (None, 0)
+    kind = 0 if output.chained else KINDS[output.dtype]
+    bias = output.bias or (None, 0)
     seen = torch.get_num_threads(), integers, largest
     name = output.kernel.encode() or None
     status = function(name, *operands, kind, output.exponent, output.lowest, *bias, *seen)
