@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lowp
 from lowp import kernels
 from lowp.casts import Cast, parse
+from lowp.errors import Unavailable
 from lowp.exponents.table import ExponentTable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import entries
@@ -217,6 +218,16 @@ def test_backward_reads_what_was_kept_in_any_layout_and_known_mantissas_of_the_g
         assert all(torch.equal(a.values, b.values) for a, b in zip(found, expected, strict=True) if a and b)
     assert case.plan.backward(other, (known, True), saved, None, case.needs) is None
     assert case.plan.backward(exact.double(), (known, True), saved, None, case.needs) is None
+
+
+def test_instructions_that_the_processor_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("small")
+    _, *saved = case.forward(case.bias)
+    monkeypatch.setattr(cpu, "asked", lambda: "avx3")
+    with pytest.raises(Unavailable, match="this processor has no avx3"):
+        case.forward(case.bias)
+    with pytest.raises(Unavailable, match="this processor has no avx3"):
+        case.plan.backward(case.gradient, None, saved, None, case.needs)
 
 
 def test_gradients_that_are_not_needed_are_not_made() -> None:

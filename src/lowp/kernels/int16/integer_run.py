@@ -162,8 +162,7 @@ def _called(function: Callable[..., int], output: Output, result: Tensor, operan
     kind = 0 if output.chained else KINDS[output.dtype]
     bias = output.bias or (None, 0)
     seen = torch.get_num_threads(), integers, largest
-    name = output.kernel.encode() or None
-    status = function(name, *operands, kind, output.exponent, output.lowest, *bias, *seen)
+    status = function(output.kernel.encode(), *operands, kind, output.exponent, output.lowest, *bias, *seen)
     check_status(status, output.kernel)
     return Multiplied(result, *integers, *largest)
 

@@ -140,7 +140,7 @@ class LayerPlan:
             saved.append(own)
         given.append(memory[2] if len(memory) > 2 else 0)
         kernel = cpu.asked()
-        call = kernel.encode() or None, self._block, table, _OF_FORWARD(*given), torch.get_num_threads()
+        call = kernel.encode(), self._block, table, _OF_FORWARD(*given), torch.get_num_threads()
         status = self._forward(*call, exponents.data_ptr())
         if status in (_NOT_FINITE, _UNFIT):
             return None
@@ -180,7 +180,7 @@ class LayerPlan:
         made, places = self._memory_of_gradients(entries)
         given += places
         told, kernel = torch.empty(3, dtype=torch.int32, device=_CPU), cpu.asked()
-        call = kernel.encode() or None, self._block, table, _OF_BACKWARD(*given), torch.get_num_threads()
+        call = kernel.encode(), self._block, table, _OF_BACKWARD(*given), torch.get_num_threads()
         status = self._backward(*call, told.data_ptr())
         if status == _UNFIT:
             return None
