@@ -173,7 +173,7 @@ def values(weight: StoredRows, first: int = 0, count: int | None = None) -> Tens
     count = weight.n - first if count is None else count
     if weight.element is None:
         return weight.memory[first : first + count].float()
-    if not (uses_library() and weight.memory.is_cpu and weight.memory.stride(-1) == 1):
+    if not (uses_library() and weight.memory.is_cpu and weight.memory.stride(1) == 1):
         numbers, scales = _numbers(weight)
         group = weight.group or up(weight.k, SUMS)
         spread = scales.repeat_interleave(group, 1)[:, : weight.k]
