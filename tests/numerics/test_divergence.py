@@ -765,31 +765,38 @@ def test_the_random_state_is_that_of_every_generator_there_is(monkeypatch: pytes
     assert given == [["first", "second"]]
 
 
-def test_a_model_runs_again_with_copies_of_what_it_was_given_and_functions_with_what_they_were() -> None:
+def test_a_step_runs_again_on_what_it_was_given_without_gradients_for_others_than_its_models() -> None:
     got: list[tuple[Tensor, ...]] = []
 
     class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.ones(1))
+
         def forward(self, x: Tensor, places: Tensor, frozen: Tensor) -> Tensor:
             got.append((x, places, frozen))
             return x[places] + frozen
 
-    def loss_of(output: Tensor, weight: Tensor) -> Tensor:
-        got.append((output, weight))
-        return (output * weight).sum()
+    def loss_of(output: Tensor, weight: Tensor, own: Tensor, target: Tensor) -> Tensor:
+        got.append((weight, own, target))
+        return (output * weight * own * target).sum()
 
     tape, model = Tape(Seam()), Taking()
     x, places, frozen, weight = torch.ones(2, requires_grad=True), torch.tensor([1]), torch.ones(1), torch.ones(1)
+    target = torch.ones(1)
     weight.requires_grad_()
     tape.begin(model, (x, places), {"frozen": frozen})
     tape.open(model, output := model(x, places, frozen=frozen))
-    tape._saw(loss_of, (output, weight), {}, loss := loss_of(output, weight))
+    tape._saw(loss_of, (output, weight, model.own, target), {}, loss := loss_of(output, weight, model.own, target))
     tape.end(loss)
     got.clear()
     again = calls_again(tape)
     assert again is not None and again.requires_grad and float(again.detach()) == 2.0
-    (first, second, third), (_, used) = got
+    (first, second, third), (end, own, read) = got
     assert first is not x and first.is_leaf and first.requires_grad and torch.equal(first, x)
-    assert second is places and third is not frozen and not third.requires_grad and used is weight
+    assert second is places and third is not frozen and not third.requires_grad
+    assert end is not weight and end.is_leaf and end.requires_grad and end.data_ptr() == weight.data_ptr()
+    assert own is model.own and read is target
 
 
 @pytest.mark.parametrize(("training", "cleaned"), [(True, {"running_mean", "running_var"}), (False, set())])

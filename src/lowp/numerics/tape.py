@@ -15,6 +15,7 @@ from lowp.compat import hooks_after_accumulation, unwrapped
 from lowp.nested import mapped, tensors_of
 from lowp.numerics.models import Models
 from lowp.numerics.modes import Seam, source_line
+from lowp.ops.shields import DisableTorchFunction
 from lowp.region import entries
 
 _MOST_CALLS = 16  # of models in one step; more are no training step, but for example a rollout
@@ -211,9 +212,16 @@ def _copied_buffers(models: Models) -> Iterator[None]:
 def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) -> Tensor | None:
     """Make the calls of the tape again and return the new loss; None if they do not produce the loss.
 
-    `at_line` is called before each call with the line that made it, and with '' after the last call.
+    What is outside of the step stays as it became when the step ran first. What was written there, such as an average,
+    is not written again, but a sum that gradients pass is, in a copy; and no gradient goes further, nor to parameters
+    but those of the models. `at_line` is called before each call with the line that made it, and with '' after the
+    last call.
     """
     made: dict[int, Tensor] = {}
+    ends: dict[int, Tensor] = {}  # of what gradients would go on from: where they end instead
+    with DisableTorchFunction():  # nobody is to see this
+        outside = {_memory(one) for call in tape.calls for one in tensors_of((call.args, call.kwargs))}
+        own = {id(one) for model in tape.models for one in model.parameters()}
     for call in tape.calls:
         function, of_model = call.function, call.random is not None
         if call.random is not None:
@@ -221,18 +229,46 @@ def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) 
             function = unwrapped(cast(nn.Module, function))
         elif not call.results:
             continue
+        copies: dict[int, Tensor] = {}
 
-        def filled(x: Any, of_model: bool = of_model) -> Any:
+        def filled(x: Any, of_model: bool = of_model, copies: dict[int, Tensor] = copies) -> Any:
             if isinstance(x, Slot):
-                return made[x.number]
-            return _detached(x) if of_model else x
+                x = made[x.number]
+            elif of_model:
+                x = _detached(x)
+            elif x.requires_grad and id(x) not in own:
+                x = ends.setdefault(id(x), _detached(x))
+            return copies.get(id(x), x)
 
+        with DisableTorchFunction():
+            given = None if of_model else _written(call)
+            written = tensors_of(mapped(filled, given, _KINDS))
+            if any(_memory(one) in outside for one in written):
+                if all(one.grad_fn is None for one in (*tensors_of(given), *written)):
+                    made.update(zip(call.results, written, strict=False))
+                    continue
+                copies.update((id(one), one.detach().clone()) for one in written)
         at_line(call.line)
         result = function(*mapped(filled, call.args, _KINDS), **mapped(filled, call.kwargs, _KINDS))
         made.update(zip(call.results, tensors_of(result), strict=False))
     at_line("")
     found = None if tape.loss is None else made.get(tape.loss)
     return found if found is not None and found.requires_grad else None
+
+
+def _written(call: TapedCall) -> Any:
+    """What a function writes into: its `out`, or the first argument of one in place; None for others."""
+    if call.kwargs.get("out") is not None:
+        return call.kwargs["out"]
+    name = str(getattr(call.function, "__name__", ""))
+    is_operator = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    in_place = is_operator or (name.endswith("_") and not name.endswith("__")) or call.kwargs.get("inplace", False)
+    return next(iter((*call.args, *call.kwargs.values())), None) if in_place else None
+
+
+def _memory(x: Tensor) -> int:
+    """Tell a tensor's memory, which its views have, too, from that of others."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
 
 
 def _detached(x: Tensor) -> Tensor:
