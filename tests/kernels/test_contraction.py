@@ -323,3 +323,15 @@ def test_what_is_compiled_is_the_librarys_where_nothing_else_is_asked_for(
     x = torch.ones(2, 3)
     assert contraction._serves(x, x.half()) is (is_here and way in (None, "cpu"))
     assert not contraction._serves(x, x.double()) and not contraction._serves(x.to("meta"))
+
+
+@pytest.mark.skipif(not HERE, reason="the C++ library is not here")
+def test_many_rows_of_packed_weights_are_the_librarys_from_one_number_on() -> None:
+    for x, is_served in (
+        (drawn(1, 1), True),
+        (drawn(3, 4, dtype=FP16), True),
+        (drawn(1, 1, dtype=torch.float64), False),
+    ):
+        assert (contraction._of_rows(x) is contraction._linear) is is_served
+    with kernels.use("bitwise"):
+        assert contraction._of_rows(drawn(1, 1)) is not contraction._linear

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowp import kernels
 from lowp.casts import parse
@@ -171,3 +172,11 @@ def test_maxima_that_the_library_does_not_remember_are_left(what: str) -> None:
 def test_infinities_stay_where_a_format_has_them() -> None:
     keeps = {"fp16": True, "e5m2": True, "e4m3fn": False, "e5m2:saturate": False, "e2m1": False, "int8": False}
     assert {cast: functions.keeps_infinities(parse(cast)) for cast in keeps} == keeps
+
+
+@pytest.mark.parametrize("cast", ["e2m1", "e5m2:saturate", "e4m3fn", "int8", "mxfp8"])
+def test_operands_without_numbers_are_not_asked_for_any(cast: str) -> None:
+    with FakeTensorMode():
+        for is_traced in (False, True):
+            found = quantize_operand(torch.empty(4, 32), parse(cast), 0, is_traced)
+            assert found.shape == (4, 32) and found.dtype is torch.float32
