@@ -217,43 +217,63 @@ def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) 
     but those of the models. `at_line` is called before each call with the line that made it, and with '' after the
     last call.
     """
-    made: dict[int, Tensor] = {}
-    ends: dict[int, Tensor] = {}  # of what gradients would go on from: where they end instead
-    with DisableTorchFunction():  # nobody is to see this
-        outside = {_memory(one) for call in tape.calls for one in tensors_of((call.args, call.kwargs))}
-        own = {id(one) for model in tape.models for one in model.parameters()}
+    again = _Again(tape)
     for call in tape.calls:
-        function, of_model = call.function, call.random is not None
+        if call.random is None and (not call.results or again.is_written(call)):
+            continue
+        at_line(call.line)
+        again.make(call)
+    at_line("")
+    found = None if tape.loss is None else again.made.get(tape.loss)
+    return found if found is not None and found.requires_grad else None
+
+
+class _Again:
+    """The tensors that a step makes when it runs again, and what is outside of it."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.made: dict[int, Tensor] = {}
+        self._ends: dict[int, Tensor] = {}  # of what gradients would go on from: where they end instead
+        with DisableTorchFunction():  # nobody is to see this
+            self._outside = {_memory(one) for call in tape.calls for one in tensors_of((call.args, call.kwargs))}
+            self._own = {id(one) for model in tape.models for one in model.parameters()}
+
+    def make(self, call: TapedCall) -> None:
+        """Make a call."""
+        function, given = call.function, self._given
         if call.random is not None:
             set_random_state(call.random)
-            function = unwrapped(cast(nn.Module, function))
-        elif not call.results:
-            continue
-        copies: dict[int, Tensor] = {}
+            function, given = unwrapped(cast(nn.Module, function)), self._given_to_model
+        result = function(*mapped(given, call.args, _KINDS), **mapped(given, call.kwargs, _KINDS))
+        self.made.update(zip(call.results, tensors_of(result), strict=False))
 
-        def filled(x: Any, of_model: bool = of_model, copies: dict[int, Tensor] = copies) -> Any:
-            if isinstance(x, Slot):
-                x = made[x.number]
-            elif of_model:
-                x = _detached(x)
-            elif x.requires_grad and id(x) not in own:
-                x = ends.setdefault(id(x), _detached(x))
-            return copies.get(id(x), x)
-
+    def is_written(self, call: TapedCall) -> bool:
+        """Whether what a function writes is outside and written already; a sum that gradients pass is copied first."""
         with DisableTorchFunction():
-            given = None if of_model else _written(call)
-            written = tensors_of(mapped(filled, given, _KINDS))
-            if any(_memory(one) in outside for one in written):
-                if all(one.grad_fn is None for one in (*tensors_of(given), *written)):
-                    made.update(zip(call.results, written, strict=False))
-                    continue
-                copies.update((id(one), one.detach().clone()) for one in written)
-        at_line(call.line)
-        result = function(*mapped(filled, call.args, _KINDS), **mapped(filled, call.kwargs, _KINDS))
-        made.update(zip(call.results, tensors_of(result), strict=False))
-    at_line("")
-    found = None if tape.loss is None else made.get(tape.loss)
-    return found if found is not None and found.requires_grad else None
+            target = _written(call)
+            written = tensors_of(mapped(self._given, target, _KINDS))
+            if not any(_memory(one) in self._outside for one in written):
+                return False
+            if all(one.grad_fn is None for one in (*tensors_of(target), *written)):
+                self.made.update(zip(call.results, written, strict=False))
+                return True
+            for one in (target,) if isinstance(target, _KINDS) else target:
+                copy = self._given(one).detach().clone()
+                if isinstance(one, Slot):
+                    self.made[one.number] = copy
+                else:
+                    self._ends[id(one)] = copy
+            return False
+
+    def _given(self, x: Any) -> Tensor:
+        if isinstance(x, Slot):
+            return self.made[x.number]
+        if x.requires_grad and id(x) not in self._own:
+            return self._ends.setdefault(id(x), _detached(x))
+        return cast(Tensor, x)
+
+    def _given_to_model(self, x: Any) -> Tensor:
+        return self.made[x.number] if isinstance(x, Slot) else _detached(x)
 
 
 def _written(call: TapedCall) -> Any:
