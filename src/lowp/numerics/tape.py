@@ -219,10 +219,9 @@ def calls_again(tape: Tape, at_line: Callable[[str], None] = lambda line: None) 
     """
     again = _Again(tape)
     for call in tape.calls:
-        if call.random is None and (not call.results or again.is_written(call)):
-            continue
-        at_line(call.line)
-        again.make(call)
+        if call.random is not None or (call.results and not again.is_written(call)):
+            at_line(call.line)
+            again.make(call)
     at_line("")
     found = None if tape.loss is None else again.made.get(tape.loss)
     return found if found is not None and found.requires_grad else None
@@ -257,12 +256,8 @@ class _Again:
             if all(one.grad_fn is None for one in (*tensors_of(target), *written)):
                 self.made.update(zip(call.results, written, strict=False))
                 return True
-            for one in (target,) if isinstance(target, _KINDS) else target:
-                copy = self._given(one).detach().clone()
-                if isinstance(one, Slot):
-                    self.made[one.number] = copy
-                else:
-                    self._ends[id(one)] = copy
+            known, key = (self.made, target.number) if isinstance(target, Slot) else (self._ends, id(target))
+            known[key] = written[0].detach().clone()  # gradients pass what one tensor holds
             return False
 
     def _given(self, x: Any) -> Tensor:

@@ -98,12 +98,12 @@ def quantize_operand(
     traces. `dtype`: of the result, one that holds every value of the format; by default fp32, or x's fp64. `axis`: that
     along which groups with a shared scale run, -1 without any.
     """
-    if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x) and run.is_one_pass(cast):
+    if not is_traced and type(seed) is int and x.dtype is torch.float32 and _goes_straight(x):
         if cast.scaling is None:
             out = torch.empty_like(x, dtype=dtype)
             cpu.quantize(x, cast, seed, out, True)
             return out
-        if cpu_groups.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
+        if cpu_groups.is_one_pass(cast) and cpu_groups.quantize_finite(x, cast, seed, out := torch.empty_like(x), axis):
             return out if dtype is None else out.to(dtype)
     return _operand(x, cast, seed, is_traced, dtype, axis)
 

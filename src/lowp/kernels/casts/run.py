@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lowp.casts import Cast
-from lowp.compat import remembered_by_identity
 from lowp.errors import InvalidInput
 from lowp.formats import FloatFormat, IntFormat, ScaledFormat
 from lowp.kernels import cpu, tracing, triton
@@ -194,15 +193,6 @@ def _quantize_scaled(module: ModuleType, x: Tensor, cast: Cast, scales: Scales |
         by = scaled.divisor(scales, scaled.scaled_format(cast)).expand(scales.scale.shape).contiguous()
         return cpu_groups.quantize_scaled(x, cast, by, seed, scales.zero_point)
     return scaled.values(scaled.elements(widen(x), cast, scales, module.quantize, seed), cast, scales, x.dtype)
-
-
-@remembered_by_identity
-def is_one_pass(cast: Cast) -> bool:
-    """Whether the C++ library rounds a whole fp32 tensor in one call.
-
-    Such casts are element-wise, or their scales follow from the largest magnitudes, or from the elements.
-    """
-    return not isinstance(cast.format, ScaledFormat) or cpu_groups.is_one_pass(cast)
 
 
 def quantize_on_device(x: Tensor, cast: Cast, seed: Seed) -> Tensor | None:
