@@ -14,8 +14,10 @@ from lowp import kernels
 from lowp.casts import Cast, Overflow, Rounding, parse
 from lowp.errors import Unavailable
 from lowp.formats import FloatFormat, IntFormat
+from lowp.kernels import triton
 from lowp.kernels.casts import checks
 from lowp.kernels.numbers import bitwise, philox
+from lowp.kernels.numbers.packing import as_integers, code_dtype
 
 SEED = 0x1234_5678_9ABC_DEF0
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -68,6 +70,26 @@ def test_of_few_cut_bits_or_none_every_rounding_is_that_of_the_definition(name: 
     dtype = {"e11m51": torch.float64, "e5m9": torch.float16}.get(name, torch.float32)
     cast = parse(f"{name}:{rounding}")
     check_values(cast.element, cast, dtype if checks.holds(cast, dtype) else torch.float64)
+
+
+NEAR_THE_ENDS = {  # of fp32: quanta below its normal numbers, anchors above its largest power of two, no bit to cut
+    "e4m3b126fnuz": ("nearest-even", "toward-zero", "up", "down:saturate", "stochastic", "stochastic-b-8"),
+    "e5m10b121": ("up:nan", "down", "toward-zero:saturate", "stochastic", "stochastic-20", "stochastic-c-4"),
+    "e3m1b-107": ("nearest-even", "nearest-away", "up", "stochastic", "stochastic-8"),
+    "e6m23": ("nearest-even", "nearest-away", "down", "stochastic", "stochastic-32"),
+    "ue4m0finite": ("nearest-even", "nearest-away", "up", "to-odd"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_THE_ENDS)
+def test_formats_near_the_ends_of_fp32_are_rounded_by_the_definition(name: str) -> None:
+    for way in NEAR_THE_ENDS[name]:
+        cast = parse(f"{name}:{way}")
+        check_values(cast.element, cast, torch.float32)
+        x = inputs(cast.element, torch.float32, at_most=60)
+        wanted, found = (torch.empty(x.shape, dtype=code_dtype(cast.element)) for _ in range(2))
+        assert triton.encode(x, cast, SEED, found) == bitwise.encode(x, cast, SEED, wanted)
+        assert torch.equal(as_integers(found), as_integers(wanted)), cast
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from lowp.kernels.numbers.floats import CARRIERS
 
 DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _UNLIMITED = 160
-_LARGEST_UNIT = 104  # 2**(104 + 23) is fp32's largest power of two
-_SMALLEST_UNIT = -148  # fp32 represents half of it
+_LARGEST_FIELD = 254  # the exponent field of fp32's largest power of two
 _DIGITS = 56  # bits of fp32's significand and of a drawn word: bits cut below all of them decide nothing
 _MOST_CUT = 18  # bits: in one of 64 blocks, one of 2048 numbers leaves a draw undecided
 _DIRECTED = (Rounding.TOWARD_ZERO, Rounding.UP, Rounding.DOWN)
@@ -125,13 +124,14 @@ class CastPlan(NamedTuple):
 def plan(cast: Cast, dtype: torch.dtype) -> CastPlan:
     """Return the plan of an element-wise cast; shared scales are divided out before."""
     p = parameters(cast, dtype)
-    return CastPlan(_form(cast, p), _numbers(cast, p))
+    form = _form(cast, p)
+    return CastPlan(form, _numbers(form, p))
 
 
 def _form(cast: Cast, p: Parameters) -> CastTraits:
     element = cast.element
     wide, varying = p.carrier == CARRIERS[torch.float64], _low_field(p) > 1
-    anchored = not varying or _SMALLEST_UNIT <= _unit(cast) <= _LARGEST_UNIT
+    anchored = _anchor_field(p) <= _LARGEST_FIELD
     by_addition = anchored and not wide and _adds(cast, p)
     by_noise = not wide and _adds_noise(cast)
     below = by_noise and varying  # it draws for numbers below the normal ones, too
@@ -167,8 +167,9 @@ def _signs(element: FloatFormat | IntFormat) -> tuple[bool, bool]:
 
 
 def _adds(cast: Cast, p: Parameters) -> bool:
-    """Whether an addition to the carrier's bits rounds normal numbers."""
-    return cast.rounding in _BY_ADDITION and p.parity_offset is None and p.dropped < p.carrier.mantissa_bits
+    """Whether an addition to the carrier's bits rounds normal numbers, of which it cuts bits; integers have none."""
+    is_cut = isinstance(cast.element, IntFormat) or 0 < p.dropped < p.carrier.mantissa_bits
+    return cast.rounding in _BY_ADDITION and is_cut
 
 
 def exact(form: CastTraits) -> CastTraits:
@@ -178,31 +179,21 @@ def exact(form: CastTraits) -> CastTraits:
 
 def _adds_noise(cast: Cast) -> bool:
     """Whether 32 bits of noise are equivalent to the draw: not for ties to even, nor for a 33rd bit rounded half up."""
-    return cast.rounding is Rounding.STOCHASTIC or (
-        cast.rounding is Rounding.STOCHASTIC_B and cast.random_bits is not None and cast.random_bits < 32
-    )
+    is_half_up = cast.rounding is Rounding.STOCHASTIC_B
+    return cast.rounding is Rounding.STOCHASTIC or (is_half_up and (cast.random_bits or _UNLIMITED) < 32)
 
 
 def _cuts_most(cast: Cast, p: Parameters) -> bool:
     """Whether the bits cut from a normal number decide nearly all numbers, or all of them with N random bits."""
     enough = cast.random_bits is None or cast.random_bits < p.dropped
-    element = cast.element
-    if not isinstance(element, FloatFormat) or not element.has_zero or not 1 - 127 <= element.min_exponent <= 1:
-        return False
-    return element.min_exponent == 1 - element.bias and p.dropped >= _MOST_CUT and enough
+    return enough and p.dropped >= _MOST_CUT and cast.element.has_zero and p.min_exponent <= 1
 
 
 def _is_summed(element: FloatFormat | IntFormat, p: Parameters) -> bool:
-    """Whether a power of two whose ulp is the distance of neighbours is not too large for any number of a format."""
-    if not isinstance(element, FloatFormat) or not element.signed or not element.has_zero or p.minimum != p.maximum:
+    """Whether fp32 represents the powers of two whose ulps are the distances of neighbours, and the distances."""
+    if not isinstance(element, FloatFormat) or not element.signed or element.bits > 16:
         return False
-    return element.bits <= 16 and element.max_exponent + 1 + p.dropped <= p.carrier.bias
-
-
-def _unit(cast: Cast) -> int:
-    """Return log2 of the smallest distance between neighbours."""
-    element = cast.element
-    return element.min_exponent - element.mantissa_bits if isinstance(element, FloatFormat) else 0
+    return element.max_exponent + 1 + p.dropped <= p.carrier.bias and p.quantum >> p.carrier.mantissa_bits > 0
 
 
 def _low_field(p: Parameters) -> int:
@@ -210,19 +201,24 @@ def _low_field(p: Parameters) -> int:
     return p.min_exponent + p.carrier.bias
 
 
-def _numbers(cast: Cast, p: Parameters) -> Numbers:
+def _anchor_field(p: Parameters) -> int:
+    """Return the exponent field of the power of two whose ulp is the quantum."""
+    return _low_field(p) + p.dropped
+
+
+def _numbers(form: CastTraits, p: Parameters) -> Numbers:
     mantissa_bits, bias = p.carrier.mantissa_bits, p.carrier.bias
-    anchor = _unit(cast) + mantissa_bits + bias
+    moved = p.min_exponent - p.carrier.min_exponent if form.by_product else 0
     return Numbers(
         dropped=p.dropped,
         low_field=_low_field(p),
         quantum=p.quantum,
-        smallest_normal=max(_low_field(p), 0) << mantissa_bits,
-        below_half=(1 << p.dropped >> 1) - 1 if p.dropped else 0,
-        anchor=min(max(anchor, 0), 2 * bias) << mantissa_bits,
-        lift=1 << (32 - p.dropped) if p.dropped >= _MOST_CUT and mantissa_bits < 32 else 0,
-        shrink=_power_bits(-126 - p.min_exponent),
-        grow=_power_bits(126 + p.min_exponent),
+        smallest_normal=_low_field(p) << mantissa_bits,
+        below_half=(1 << p.dropped) - 1 >> 1,
+        anchor=min(_anchor_field(p), 2 * bias) << mantissa_bits,
+        lift=1 << (32 - p.dropped) if form.by_product else 0,
+        shrink=p.carrier.bits(2.0**-moved),
+        grow=p.carrier.bits(2.0**moved),
         flush_below=p.flush_below,
         parity_offset=p.parity_offset or 0,
         maximum=p.maximum,
@@ -231,32 +227,22 @@ def _numbers(cast: Cast, p: Parameters) -> Numbers:
     )
 
 
-def _power_bits(exponent: int) -> int:
-    """Return the bits of 2**exponent in fp32; zero if fp32 does not represent it."""
-    if -149 <= exponent <= 127:
-        return (exponent + 127) << 23 if exponent >= -126 else 1 << (exponent + 149)
-    return 0
-
-
 @functools.lru_cache(maxsize=1024)
 def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     """Return the encoding of a format relative to the bits of fp32, or of fp64 if `wide`."""
     p = parameters(Cast(format), torch.float64 if wide else torch.float32)
     bias, mantissa_bits = p.carrier.bias, p.carrier.mantissa_bits
     wide = p.carrier == CARRIERS[torch.float64]
-    anchor = (mantissa_bits + bias) << mantissa_bits
     if isinstance(format, IntFormat):
-        shape = Layout(wide=wide, integer=True, in_byte=format.bits == 8, in_nibble=format.bits == 4)
-        return shape, Codes(anchor=anchor, quantum=p.quantum, most=format.maximum, least=-format.minimum)
+        return Layout(wide=wide, integer=True), Codes(most=format.maximum, least=-format.minimum)
     varying, nan = _low_field(p) > 1, format.nan_code
     all_ones = (1 << (format.bits - format.signed)) - 1
     infinity = format.infinity_code
     kind = "none" if nan is None else "minus-zero" if nan > all_ones else "above"
     signed, minus_zero = format.signed, format.has_minus_zero
-    unit = _unit(Cast(format))
     most = (infinity or (all_ones + (kind != "above"))) - 1
     beyond = infinity or philox.signed(nan or 0)
-    anchored = not wide and format.has_zero and _SMALLEST_UNIT <= unit <= _LARGEST_UNIT
+    anchored = not wide and format.has_zero and _anchor_field(p) <= _LARGEST_FIELD
     shape = Layout(
         wide=wide,
         varying=varying,
@@ -276,12 +262,12 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
     codes = Codes(
         dropped=p.dropped,
         low_field=_low_field(p),
-        smallest_normal=max(_low_field(p), 0) << mantissa_bits,
+        smallest_normal=_low_field(p) << mantissa_bits,
         offset=(bias - format.bias) << format.mantissa_bits,
         subnormals_from=1 << format.mantissa_bits,
-        anchor=anchor,
+        anchor=(mantissa_bits + bias) << mantissa_bits,
         quantum=p.quantum,
-        unit_anchor=min(max(unit + mantissa_bits + bias, 0), 2 * bias) << mantissa_bits,
+        unit_anchor=min(_anchor_field(p), 2 * bias) << mantissa_bits,
         magnitude_mask=all_ones,
         sign_place=format.bits - 1,
         infinity_code=infinity or 0,
@@ -294,18 +280,17 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
 
 def _is_product(format: FloatFormat, wide: bool) -> bool:
     """Whether a code, moved to the place of fp32's exponent and mantissa, is a power of two away from its value."""
-    plain = format.signed and format.has_zero and format.subnormals and not wide
-    return plain and format.bits <= 16 and format.exponent_bits < 8 and 0 <= format.bias <= 127
+    plain = format.signed and format.subnormals and not wide
+    return plain and format.bits <= 16 and format.exponent_bits < 8 and format.bias >= 0
 
 
 def _with_product(codes: Codes, format: FloatFormat) -> Codes:
-    moved = 127 - format.bias
-    special = codes.infinity_code or (codes.magnitude_mask if codes.nan_code == codes.magnitude_mask else 0)
+    special = codes.infinity_code or codes.magnitude_mask  # which is NaN, or no code needs a limit
     return codes._replace(
         spread=8 - format.exponent_bits,
         digits=(codes.magnitude_mask << codes.dropped) - (1 << 31),
-        power=(127 + moved) << 23,
-        limit=min(special + codes.offset, 255 << format.mantissa_bits) << codes.dropped,
+        power=(254 - format.bias) << 23,
+        limit=(special + codes.offset) << codes.dropped,
     )
 
 
