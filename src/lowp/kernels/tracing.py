@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 from lowp.compat import functorch_transforms, private
 
-_dispatch_modes: Any = private("torch._C._len_torch_dispatch_stack")
+mode_count: Any = private("torch._C._len_torch_dispatch_stack")
 _modes: Any = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 is_jit_tracing: Any = private("torch._C._is_tracing")  # whether torch.jit.trace records what runs
 _transform: Any = private("torch._C._functorch.peek_interpreter_stack")
@@ -72,11 +72,16 @@ def is_functionalized() -> bool:
     return found is not None and found.key() == _functionalize
 
 
+def is_watched() -> bool:
+    """Whether a mode is active that must see operators: a dispatch mode that does not say that kernels may read."""
+    return not all(getattr(one, "lets_kernels_read", False) for one in _modes())
+
+
 def is_quiet() -> bool:
     """Whether no compiler, no mode that must see operators and no transform is active."""
     return (
         not is_compiling()
-        and (_dispatch_modes() == 0 or all(getattr(one, "lets_kernels_read", False) for one in _modes()))
+        and not (mode_count() and is_watched())
         and _transform() is None
         and forward_ad._current_level < 0
         and not is_jit_tracing()

@@ -18,6 +18,7 @@ from lowp.errors import InvalidInput, Unavailable
 from lowp.kernels import cpu
 from lowp.kernels.int16 import integer_reference
 from lowp.kernels.int16.integer_reference import PRODUCTS, ConvolutionShape
+from lowp.kernels.tracing import is_watched, mode_count
 
 # what an exact product can be written as, numbered as in cpu/gemm.hpp, where 0 is a chained one
 KINDS = {torch.int16: 1, torch.float32: 2, torch.float64: 3, torch.int64: 4}
@@ -74,7 +75,7 @@ def observed(observer: Observer) -> Iterator[None]:
     """Enter `observer(operations)` around each product of this process for a while, in whichever thread it runs.
 
     The operations are the multiplications and additions of the product. torch's dispatch modes do not see a call into
-    the C++ library, and see other ops where the definition stands in for it.
+    the C++ library, and see other ops where the definition stands in for it, see `_show`.
     """
     observers.append(observer)
     try:
@@ -86,6 +87,16 @@ def observed(observer: Observer) -> Iterator[None]:
 def told(operations: int) -> AbstractContextManager[None]:
     """Report a product of so many operations to the observers while it runs."""
     return _told(operations) if observers else nullcontext()
+
+
+def _show(operations: int) -> None:
+    """Let dispatch modes that must see operators, as torch's FlopCounterMode, see a product that is none.
+
+    It is one of tensors without memory, on the meta device, of as many operations.
+    """
+    if mode_count() and is_watched():
+        side = torch.empty(1, operations // 2, device="meta")
+        torch.mm(side, side.t())
 
 
 @contextmanager
@@ -115,6 +126,7 @@ def matmul(left: Tensor, right: Tensor, output: Output) -> Multiplied:
         if library is None:
             multiply = sums_by_triton if output.kernel == "triton" else integer_reference.matmul
             return _by_definition(multiply(left, right, output.chained), output, -1)
+        _show(2 * math.prod(left.shape) * n)
         result = left.new_empty((*batch, m, n), dtype=output.dtype)
         a, b = _batched(left), _batched(right)
         *a_batch, a_rows, a_depth = a.stride()
@@ -131,6 +143,7 @@ def by_triton(
     """Return [..., m, k] @ [..., k, n] times `scale`, and counts, on the device: `triton.products.matmul`."""
     from lowp.kernels.triton import products
 
+    _show(2 * math.prod(left.shape) * right.shape[-1])
     a, b = (_batched(x.unsqueeze(0) if x.dim() == 2 else x) for x in (left, right))
     values, counts = products.matmul(a, b, scale, dtype, chained, lowest)
     return values.reshape(*left.shape[:-1], right.shape[-1]), counts
@@ -150,6 +163,7 @@ def convolution(product: str, a: Tensor, b: Tensor, shape: ConvolutionShape, out
             multiply = sums_by_triton if output.kernel == "triton" else integer_reference.matmul
             sums = integer_reference.convolution(product, a, b, shape, output.chained, multiply)
             return _by_definition(sums, output, 1)
+        _show(shape.operations)
         result = torch.empty(shape.of_operand(PRODUCTS[product][2]), dtype=output.dtype, device="cpu")
         a, b = a.contiguous(), b.contiguous()
         operands = (list(PRODUCTS).index(product), a, b, result, shape.numbers)

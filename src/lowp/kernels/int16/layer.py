@@ -23,6 +23,7 @@ from lowp.kernels.int16.integer import LARGEST_DEPTH
 from lowp.kernels.int16.integer_reference import PRODUCTS, ConvolutionShape
 from lowp.kernels.int16.integer_run import check_status, observers
 from lowp.kernels.int16.mantissas import Mantissas, has_mantissas, readable
+from lowp.kernels.tracing import is_watched, mode_count
 
 # of the bias; of an operand, or kept mantissas that are not its own, or an entry's beginning
 _NOT_FINITE, _UNFIT = 3, 4
@@ -121,7 +122,7 @@ class LayerPlan:
         as they; None to make them. None where it is left to others: operands and biases that are not finite, mantissas
         that are not those of their tensor, a first write at an entry, and while products are observed.
         """
-        if observers:
+        if observers or (mode_count() and is_watched()):  # products are told one by one
             return None
         empty, table, entry = torch.empty_strided, *target
         exponents = empty((3 if self.is_written else 2,), (1,), dtype=torch.int32, device=_CPU)
@@ -161,7 +162,7 @@ class LayerPlan:
         `known`: the mantissas of the gradient of the result; None to make them, from one of any layout. Chains have no
         table, and any entry. None where they are left to others, as in `forward`.
         """
-        if observers:
+        if observers or (mode_count() and is_watched()):  # products are told one by one
             return None
         memory: list[int] | None = [0]
         if known is None:
