@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lowp
 from lowp.step import searching
@@ -140,6 +141,17 @@ def test_checkpointed_modules_are_recomputed_for_each_try() -> None:
 
 def test_a_graph_that_cannot_be_run_twice_begins_with_the_initial_scale() -> None:
     precision, _, losses = train(net=Net(reentrant=True), steps=20)
+    assert precision.skipped_steps >= 4
+    assert losses[-1] < losses[0]
+
+
+def test_a_selective_checkpoint_begins_with_the_initial_scale() -> None:
+    net = Net()
+    saved = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    whole = net.first.forward
+    net.first.forward = lambda x: checkpoint(whole, x, use_reentrant=False, context_fn=contexts)
+    precision, _, losses = train(net=net, steps=20)
     assert precision.skipped_steps >= 4
     assert losses[-1] < losses[0]
 

@@ -2,12 +2,13 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lowp import distributed
+from lowp.compat import private
 from lowp.optim.shards import local
 from lowp.rng_state import restore_rng_states, rng_states
 
@@ -22,9 +23,10 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
     eight times, into tensors of their own. `.grad`, also of tensors that retain their gradients, and the random states
     are restored, and the graph is kept for the backward that follows. `options` are the arguments of that backward.
     Returns `initial` if no scale can be found: for a loss that is not finite, for gradients that are not finite even at
-    `floor`, and for a graph that cannot be run twice (reentrant checkpoints, torch.compile's donated buffers, a static
-    graph of DistributedDataParallel, FullyShardedDataParallel). All ranks must call this, each with its own loss; the
-    result is the smallest scale that any rank needs. Waits for the device and for the other ranks at each try.
+    `floor`, and for a graph that cannot be run twice (reentrant and selective checkpoints, torch.compile's donated
+    buffers, a static graph of DistributedDataParallel, FullyShardedDataParallel). All ranks must call this, each with
+    its own loss; the result is the smallest scale that any rank needs. Waits for the device and for the other ranks at
+    each try.
     """
     inputs, nodes = options.get("inputs"), list(nodes_of([loss]))
     if inputs is None:  # the leaves to which the backward would give gradients
@@ -58,6 +60,7 @@ def first_scale(loss: Tensor, initial: float, floor: float, **options: Any) -> f
 
 
 _ONCE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")  # nodes that may refuse to run a second time
+_SelectiveCheckpoint = cast(type, private("torch.utils.checkpoint._CachedTorchDispatchMode"))
 _FITS, _OVERFLOWS, _FAILS = range(3)  # outcomes of a try on one rank, the worst last
 
 
@@ -110,8 +113,12 @@ def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 def _retaining() -> list[Tensor]:
     """Return the non-leaf tensors that retain gradients: every pass adds to their `.grad`, and no node lists them."""
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return [tensor for tensor in tensors if tensor.retains_grad and not tensor.is_leaf]
+    return [tensor for tensor in _alive(Tensor) if tensor.retains_grad and not tensor.is_leaf]
+
+
+def _alive(kind: type) -> list[Any]:
+    """Return all objects of a type."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def _can_run_twice(nodes: Sequence[Any]) -> bool:
@@ -119,7 +126,10 @@ def _can_run_twice(nodes: Sequence[Any]) -> bool:
 
     A static graph of DistributedDataParallel reduces only once. A backward through modules of fully_shard must not end
     early, as a try does where a node refuses to run twice: they would reduce nothing from then on, and say nothing.
+    A selective checkpoint gives away what it has saved: the first pass through it succeeds, and a second one raises.
     """
+    if _alive(_SelectiveCheckpoint):
+        return False
     names = {type(node).__name__ for node in nodes}
     wrappers = [wrapper() for node in nodes if (wrapper := getattr(node, "ddp_weakref", None)) is not None]
     if any(getattr(wrapper, "static_graph", False) for wrapper in wrappers):
