@@ -12,71 +12,72 @@ from lowp.casts import parse
 from lowp.formats import FloatFormat
 from lowp.kernels.triton import plans
 
-# a line a cast of fp32: rounding, random bits, overflow, and the traits that it has
+# a line a cast of fp32: rounding, random bits, overflow, and traits besides the usual ones, or that it lacks (-)
+USUAL_OF_CASTS = {"signed", "has_zero", "minus_zero"}
 TRAITS = """
-fp32                  nearest-even   0 inf      has_zero signed minus_zero
-fp64                  nearest-even   0 inf      wide has_zero signed minus_zero
-bf16                  nearest-even   0 inf      cuts by_addition has_zero signed minus_zero
-e4m3fn                nearest-even   0 nan      cuts varying by_addition has_zero signed minus_zero nan_beyond
-e4m3fn:saturate       nearest-even   0 saturate cuts varying by_addition has_zero signed minus_zero
-e5m2                  nearest-even   0 inf      cuts varying by_addition has_zero signed minus_zero
-e5m2:nan              nearest-even   0 nan      cuts varying by_addition has_zero signed minus_zero nan_beyond
-e4m3fnuz:nearest-away nearest-away   0 nan      cuts varying by_addition has_zero signed nan_beyond
-ue5m3nuz              nearest-even   0 inf      cuts varying by_addition has_zero
-ue4m3fnuz             nearest-even   0 nan      cuts varying by_addition has_zero
-ue4m3finite           nearest-even   0 saturate cuts varying by_addition has_zero
-e3m0finite            nearest-even   0 saturate cuts varying by_code has_zero signed minus_zero
-ue4m0finite           nearest-even   0 saturate cuts varying flush
-e8m0                  nearest-even   0 nan      wide cuts varying flush
-e8m10ftz              nearest-even   0 inf      cuts by_addition flush has_zero signed minus_zero
-e8m22                 nearest-even   0 inf      cuts by_addition has_zero signed minus_zero
-e8m23:stochastic      stochastic   160 inf      by_noise has_zero signed minus_zero
-e6m22                 nearest-even   0 inf      cuts varying by_addition has_zero signed minus_zero
-e6m23                 nearest-even   0 inf      cuts varying has_zero signed minus_zero
-e8m24                 nearest-even   0 inf      wide cuts varying has_zero signed minus_zero
-e11m51:stochastic     stochastic   160 inf      wide cuts has_zero signed minus_zero
-e4m3b-106finite       nearest-even   0 saturate cuts varying by_addition has_zero signed minus_zero
-e4m3b-107finite       nearest-even   0 saturate cuts varying has_zero signed minus_zero
-e4m3b126              nearest-even   0 inf      cuts varying by_addition has_zero signed minus_zero
-e4m3b127              nearest-even   0 inf      cuts by_addition has_zero signed minus_zero
-e4m3fn:toward-zero    toward-zero    0 nan      cuts varying by_addition by_sum has_zero signed minus_zero is_directed
-e5m2:up               up             0 inf      cuts varying by_addition by_sum has_zero signed minus_zero is_directed
-e2m1:down             down           0 saturate cuts varying by_addition by_sum has_zero signed minus_zero is_directed
-e5m2:to-odd           to-odd         0 inf      cuts varying has_zero signed minus_zero is_directed
-e4m3fn:to-odd         to-odd         0 nan      cuts varying has_zero signed minus_zero is_directed
-ue4m3:up              up             0 inf      cuts varying by_addition has_zero is_directed
-e5m10:up              up             0 inf      cuts varying by_addition by_sum has_zero signed minus_zero is_directed
-e5m11:up              up             0 inf      cuts varying by_addition has_zero signed minus_zero is_directed
-e4m3b124:up           up             0 inf      cuts varying by_addition by_sum has_zero signed minus_zero is_directed
-e4m3b125:up           up             0 inf      cuts varying by_addition has_zero signed minus_zero is_directed
-e4m3b-92:up           up             0 inf      cuts varying by_addition by_sum has_zero signed minus_zero is_directed
-e4m3b-93:up           up             0 inf      cuts varying by_addition has_zero signed minus_zero is_directed
-e8m7:up               up             0 inf      cuts by_addition has_zero signed minus_zero is_directed
-e4m3fn:stochastic     stochastic   160 nan      cuts varying by_noise by_product has_zero signed minus_zero nan_beyond
-e4m3fn:stochastic-19  stochastic    19 nan      cuts varying by_noise by_product has_zero signed minus_zero nan_beyond
-e4m3fn:stochastic-20  stochastic    20 nan      cuts varying by_noise has_zero signed minus_zero nan_beyond
-e4m3fn:stochastic-b-8 stochastic-b   8 nan      cuts varying by_noise by_product has_zero signed minus_zero nan_beyond
-e5m2:stochastic-b-31  stochastic-b  31 inf      cuts varying by_noise has_zero signed minus_zero
-e5m2:stochastic-b-32  stochastic-b  32 inf      cuts varying has_zero signed minus_zero
-e5m2:stochastic-c-8   stochastic-c   8 inf      cuts varying has_zero signed minus_zero
-bf16:stochastic       stochastic   160 inf      cuts by_noise has_zero signed minus_zero
-e5m5:stochastic       stochastic   160 inf      cuts varying by_noise by_product has_zero signed minus_zero
-e5m6:stochastic       stochastic   160 inf      cuts varying by_noise has_zero signed minus_zero
-ue4m3:stochastic      stochastic   160 inf      cuts varying by_noise by_product has_zero
-ue4m0finite:stochastic-8 stochastic  8 saturate cuts varying by_noise flush
-e4m3b0:stochastic     stochastic   160 inf      cuts varying by_noise by_product has_zero signed minus_zero
-e4m3b-1:stochastic    stochastic   160 inf      cuts varying by_noise has_zero signed minus_zero
-e4m7b108:stochastic   stochastic   160 inf      cuts varying by_noise reaches_subnormals has_zero signed minus_zero
-e4m7b87:stochastic    stochastic   160 inf      cuts varying by_noise has_zero signed minus_zero
-e4m7b88:stochastic    stochastic   160 inf      cuts varying by_noise reaches_subnormals has_zero signed minus_zero
-i1                    nearest-even   0 saturate cuts varying by_addition signed binary
-i1:stochastic         stochastic   160 saturate wide cuts varying signed binary
-i2s                   nearest-even   0 saturate cuts varying by_addition has_zero signed
-i8                    nearest-even   0 saturate cuts varying by_addition has_zero signed two_ends
-i8:up                 up             0 saturate cuts varying by_addition has_zero signed two_ends is_directed
-i8:stochastic         stochastic   160 saturate cuts varying by_noise has_zero signed two_ends
-i24                   nearest-even   0 saturate cuts varying by_addition has_zero signed two_ends
-i25                   nearest-even   0 saturate wide cuts varying has_zero signed two_ends
+fp32                   nearest-even   0 inf
+fp64                   nearest-even   0 inf      wide
+bf16                   nearest-even   0 inf      cuts by_addition
+e4m3fn                 nearest-even   0 nan      cuts varying by_addition nan_beyond
+e4m3fn:saturate        nearest-even   0 saturate cuts varying by_addition
+e5m2                   nearest-even   0 inf      cuts varying by_addition
+e5m2:nan               nearest-even   0 nan      cuts varying by_addition nan_beyond
+e4m3fnuz:nearest-away  nearest-away   0 nan      -minus_zero cuts varying by_addition nan_beyond
+ue5m3nuz               nearest-even   0 inf      -signed -minus_zero cuts varying by_addition
+ue4m3fnuz              nearest-even   0 nan      -signed -minus_zero cuts varying by_addition
+ue4m3finite            nearest-even   0 saturate -signed -minus_zero cuts varying by_addition
+e3m0finite             nearest-even   0 saturate cuts varying by_code
+ue4m0finite            nearest-even   0 saturate -signed -has_zero -minus_zero cuts varying flush
+e8m0                   nearest-even   0 nan      -signed -has_zero -minus_zero wide cuts varying flush
+e8m10ftz               nearest-even   0 inf      cuts by_addition flush
+e8m22                  nearest-even   0 inf      cuts by_addition
+e8m23:stochastic       stochastic   160 inf      by_noise
+e6m22                  nearest-even   0 inf      cuts varying by_addition
+e6m23                  nearest-even   0 inf      cuts varying
+e8m24                  nearest-even   0 inf      wide cuts varying
+e11m51:stochastic      stochastic   160 inf      wide cuts
+e4m3b-106finite        nearest-even   0 saturate cuts varying by_addition
+e4m3b-107finite        nearest-even   0 saturate cuts varying
+e4m3b126               nearest-even   0 inf      cuts varying by_addition
+e4m3b127               nearest-even   0 inf      cuts by_addition
+e4m3fn:toward-zero     toward-zero    0 nan      cuts varying by_addition by_sum is_directed
+e5m2:up                up             0 inf      cuts varying by_addition by_sum is_directed
+e2m1:down              down           0 saturate cuts varying by_addition by_sum is_directed
+e5m2:to-odd            to-odd         0 inf      cuts varying is_directed
+e4m3fn:to-odd          to-odd         0 nan      cuts varying is_directed
+ue4m3:up               up             0 inf      -signed -minus_zero cuts varying by_addition is_directed
+e5m10:up               up             0 inf      cuts varying by_addition by_sum is_directed
+e5m11:up               up             0 inf      cuts varying by_addition is_directed
+e4m3b124:up            up             0 inf      cuts varying by_addition by_sum is_directed
+e4m3b125:up            up             0 inf      cuts varying by_addition is_directed
+e4m3b-92:up            up             0 inf      cuts varying by_addition by_sum is_directed
+e4m3b-93:up            up             0 inf      cuts varying by_addition is_directed
+e8m7:up                up             0 inf      cuts by_addition is_directed
+e4m3fn:stochastic      stochastic   160 nan      cuts varying by_noise by_more by_product nan_beyond
+e4m3fn:stochastic-19   stochastic    19 nan      cuts varying by_noise by_product nan_beyond
+e4m3fn:stochastic-20   stochastic    20 nan      cuts varying by_noise nan_beyond
+e4m3fn:stochastic-b-8  stochastic-b   8 nan      cuts varying by_noise by_product nan_beyond
+e5m2:stochastic-b-31   stochastic-b  31 inf      cuts varying by_noise
+e5m2:stochastic-b-32   stochastic-b  32 inf      cuts varying
+e5m2:stochastic-c-8    stochastic-c   8 inf      cuts varying
+bf16:stochastic        stochastic   160 inf      cuts by_noise
+e5m5:stochastic        stochastic   160 inf      cuts varying by_noise by_more by_product
+e5m6:stochastic        stochastic   160 inf      cuts varying by_noise by_more
+ue4m3:stochastic       stochastic   160 inf      -signed -minus_zero cuts varying by_noise by_more by_product
+ue4m0finite:stochastic-8 stochastic     8 saturate -signed -has_zero -minus_zero cuts varying by_noise flush
+e4m3b0:stochastic      stochastic   160 inf      cuts varying by_noise by_more by_product
+e4m3b-1:stochastic     stochastic   160 inf      cuts varying by_noise by_more
+e4m7b108:stochastic    stochastic   160 inf      cuts varying by_noise by_more reaches_subnormals
+e4m7b87:stochastic     stochastic   160 inf      cuts varying by_noise by_more
+e4m7b88:stochastic     stochastic   160 inf      cuts varying by_noise by_more reaches_subnormals
+i1                     nearest-even   0 saturate -has_zero -minus_zero cuts varying by_addition binary
+i1:stochastic          stochastic   160 saturate -has_zero -minus_zero wide cuts varying binary
+i2s                    nearest-even   0 saturate -minus_zero cuts varying by_addition
+i8                     nearest-even   0 saturate -minus_zero cuts varying by_addition two_ends
+i8:up                  up             0 saturate -minus_zero cuts varying by_addition two_ends is_directed
+i8:stochastic          stochastic   160 saturate -minus_zero cuts varying by_noise by_more two_ends
+i24                    nearest-even   0 saturate -minus_zero cuts varying by_addition two_ends
+i25                    nearest-even   0 saturate -minus_zero wide cuts varying two_ends
 """
 
 
@@ -84,13 +85,20 @@ def traits(value: plans.CastTraits | plans.Layout) -> set[str]:
     return {name for name, one in value._asdict().items() if one is True}
 
 
+def expected(usual: set[str], names: list[str]) -> set[str]:
+    lacking = {name[1:] for name in names if name[0] == "-"}
+    assert lacking <= usual
+    return (usual | set(names)) - lacking - {f"-{name}" for name in lacking}
+
+
 @pytest.mark.parametrize("line", TRAITS.strip().splitlines(), ids=lambda line: line.split()[0])
 def test_a_cast_has_these_traits(line: str) -> None:
     text, rounding, random_bits, overflow, *names = line.split()
     form = plans.plan(parse(text), torch.float32).form
     assert (form.rounding, form.random_bits, form.overflow) == (rounding, int(random_bits), overflow)
-    assert traits(form) == set(names)
-    assert traits(plans.exact(form)) == set(names) - {"by_noise"}
+    wanted = expected(USUAL_OF_CASTS, names)
+    assert traits(form) == wanted
+    assert traits(plans.exact(form)) == wanted - {"by_noise", "by_more"}
 
 
 def number(bits: int, wide: bool = False) -> float:
@@ -152,8 +160,8 @@ def _float(name: str) -> FloatFormat:
     return format
 
 
-# a line a format: what NaN is, and the traits of its encoding relative to fp32; those of USUAL unless one is missing
-USUAL = {"signed", "has_zero", "subnormals"}
+# a line a format: what NaN is, and the traits of its encoding relative to fp32, likewise
+USUAL_OF_CODES = {"signed", "has_zero", "subnormals"}
 LAYOUTS = """
 fp32            above      minus_zero infinity anchored next_is_beyond
 fp64            above      wide minus_zero infinity next_is_beyond
@@ -187,10 +195,9 @@ i25             none       wide integer
 @pytest.mark.parametrize("line", LAYOUTS.strip().splitlines(), ids=lambda line: line.split()[0])
 def test_an_encoding_has_these_traits(line: str) -> None:
     name, nan, *names = line.split()
-    lacking = {one for one in USUAL if f"-{one}" in names}
     format = parse(name).element
     shape, _ = plans.layout(format, False)
-    assert (shape.nan, traits(shape)) == (nan, (USUAL | {one for one in names if one[0] != "-"}) - lacking)
+    assert (shape.nan, traits(shape)) == (nan, expected(USUAL_OF_CODES, names))
     in_fp64, _ = plans.layout(format, True)
     assert traits(in_fp64) >= {"wide"} and not traits(in_fp64) & {"anchored", "summed", "by_product"}
 

@@ -36,6 +36,7 @@ class CastTraits(NamedTuple):
     by_addition: bool  # rounded by an addition to fp32's bits, and below the normal numbers by fp32's addition
     by_sum: bool  # codes rounded up, down or toward zero by a sum with a power of two of their neighbours' ulp
     by_noise: bool  # stochastic with one word of 32 bits, in fp32's bits
+    by_more: bool  # for such a rounding: one word may leave open what all 160 bits decide
     by_product: bool  # for such a rounding: a product moves all numbers so that they are cut at one place
     reaches_subnormals: bool  # for such a rounding: 32 bits may decide on numbers below fp32's normal ones
     by_code: bool  # "even" is the parity of the exponent field
@@ -147,6 +148,7 @@ def _form(cast: Cast, p: Parameters) -> CastTraits:
         by_addition=by_addition,
         by_sum=by_addition and varying and cast.rounding in _DIRECTED and _is_summed(element, p),
         by_noise=by_noise,
+        by_more=below and cast.random_bits is None,
         by_product=below and anchored and _cuts_most(cast, p),
         reaches_subnormals=below and p.dropped + _low_field(p) <= _DIGITS,
         by_code=p.parity_offset is not None,
@@ -174,7 +176,7 @@ def _adds(cast: Cast, p: Parameters) -> bool:
 
 def exact(form: CastTraits) -> CastTraits:
     """Return the form whose stochastic rounding compares all 160 bits of every number."""
-    return form._replace(by_noise=False)
+    return form._replace(by_noise=False, by_more=False)
 
 
 def _adds_noise(cast: Cast) -> bool:

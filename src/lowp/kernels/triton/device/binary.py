@@ -3,20 +3,18 @@
 import triton
 import triton.language as tl
 
-from lowp.kernels.triton.device.bits import first_words, infinity_bits, philox
+from lowp.kernels.triton.device.bits import first_words, philox
 from lowp.kernels.triton.device.stochastic import digit_at
 
 
 @triton.jit
 def binary(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Return -1 for negative numbers, otherwise +1; stochastic: +1 with probability (x + 1) / 2."""
-    minus = (sign != 0) & (magnitude != 0)
+    sign = tl.where(magnitude != 0, sign, 0)
     if FORM.random_bits > 0:
-        plus = _drawn_binary(magnitude, minus, first, seed, FORM, COUNT)
-        minus = tl.where(magnitude < numbers.quantum, plus == 0, minus)  # no draw from 1 on
-    is_nan = magnitude > infinity_bits(FORM.wide)
-    lowest = -0x8000000000000000 if FORM.wide else -0x80000000
-    return (magnitude & 0) + numbers.quantum, tl.where(is_nan, sign, tl.where(minus, lowest, 0))
+        plus = _drawn_binary(magnitude, sign != 0, first, seed, FORM, COUNT)
+        sign = tl.where(magnitude < numbers.quantum, (plus ^ 1) << 63, sign)  # no draw from 1 on
+    return (magnitude & 0) + numbers.quantum, sign
 
 
 @triton.jit
@@ -25,10 +23,8 @@ def _drawn_binary(magnitude, minus, first, seed, FORM: tl.constexpr, COUNT: tl.c
 
     Compares digit by digit from the last, with the borrow from beyond the 160 bits.
     """
-    field = magnitude >> 52
-    hidden = tl.where(field > 0, (magnitude & 0) + (1 << 52), 0)
-    significand = (magnitude & 0xFFFFFFFFFFFFF) | hidden
-    shift = tl.maximum(1076 - tl.maximum(field, 1), 1)  # |x| / 2 = significand / 2**shift
+    significand = (magnitude & 0xFFFFFFFFFFFFF) | (1 << 52)  # of zero and subnormal numbers too: some bits beyond all
+    shift = 1076 - (magnitude >> 52)  # |x| / 2 = significand / 2**shift
     one = (magnitude & 0) + 1
     behind = (significand & ((one << tl.minimum(tl.maximum(shift - 160, 0), 62)) - 1)) != 0
     word0 = first_words(first, seed, COUNT)
@@ -44,7 +40,7 @@ def _drawn_binary(magnitude, minus, first, seed, FORM: tl.constexpr, COUNT: tl.c
         half = 0x80000000 if turn == 4 else 0
         less = half - digit - borrow
         borrow = tl.where(less < 0, one, 0)
-        digit = tl.where(minus, less, digit + half) & 0xFFFFFFFF
+        digit = tl.where(minus, less, digit ^ half) & 0xFFFFFFFF
         drawn = word.to(tl.int64)
         if turn == 4 and FORM.random_bits <= 32:
             later = _units_above(drawn, digit, previous, more, FORM)
@@ -68,4 +64,4 @@ def _units_above(drawn, digit, following, more, FORM: tl.constexpr):
     elif FORM.rounding == "stochastic-c":
         up = (rest > half) | ((rest == half) & ((more != 0) | ((units & 1) != 0)))
         units = units + tl.where(up, 1, 0)
-    return tl.where((drawn >> CUT) < units, (digit & 0) + 1, 0)
+    return ((drawn >> CUT) < units).to(tl.int64)

@@ -17,7 +17,7 @@ def _quantize(
     places = start + tl.arange(0, COUNT)
     mask = (places >= skipped) & (places < end)
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
-    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+    if FORM.by_more:
         if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):
             # rare, so that few registers matter more than time: in small blocks, with all bits
             if EXACT is not None:  # None only to count the instructions of the usual path

@@ -228,7 +228,7 @@ def _encode(
     places = start + tl.arange(0, COUNT)
     mask = (places >= skipped) & (places < end)
     magnitude, sign = read(x, places - skipped, mask, DTYPE, FORM.wide)
-    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+    if FORM.by_more:
         if is_undecided(magnitude, first + start, seed, numbers, FORM, COUNT):  # as in `casts`: in small blocks
             if EXACT is not None:  # None only to count the instructions of the usual path
                 PIECE: tl.constexpr = 128 if COUNT > 128 else COUNT
