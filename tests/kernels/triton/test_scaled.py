@@ -26,6 +26,7 @@ CASTS += ["mxfp8:stochastic", "mxfp4:stochastic-b-8", "mxfp8:current(headroom=1)
 CASTS += ["e4m0fn@fp32/row", "e2m1@e8m0/16", "e4m3fn@fp32/tensor", "e5m2@fp32/tensor"]
 CASTS += ["e2m1@e4m3fn@fp32/4x16", "e4m3fn@e8m0/2x8"]
 CASTS += ["int8:stochastic", "nvfp4:stochastic", "e5m2@fp32/tensor:stochastic-b-8"]
+CASTS += ["e2m1@e8m0@fp32/16"]  # whose outer scale is not used
 TILES = "e2m1@e4m3fn@fp32/4x16"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

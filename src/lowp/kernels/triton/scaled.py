@@ -79,7 +79,7 @@ class ScaledCastPlan(NamedTuple):
 def _is_tried(cast: Cast) -> bool:
     """Whether each group has the better of two scales or elements, of e2m1."""
     format = definition.scaled_format(cast)
-    return format.other is not None or (cast.scaling is not None and cast.scaling.rule == "4/6")
+    return format.other is not None or definition.scaling_of(cast).rule == "4/6"
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,7 +113,7 @@ def _is_power(format: ScaledFormat) -> bool:
 
 def _shared(cast: Cast) -> Shared:
     """Return the numbers of a shared scale, but for the limits of its exponent."""
-    element, headroom = cast.element, 0 if cast.scaling is None else cast.scaling.headroom
+    element, headroom = cast.element, definition.scaling_of(cast).headroom
     maximum = float(element.maximum) / 2.0**headroom
     inverse = float(np.float32(1.0 / maximum))
     carry = 0 if _is_tried(cast) else carry_of(cast, 23)
@@ -124,7 +124,8 @@ def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shap
     """Return what determines the instructions of a scale, and the layout of codes under it."""
     format, element = definition.scaled_format(cast), cast.element
     is_power = _is_power(format)
-    marks = format.scale == _E8M0 or format.outer is not None
+    has_outer = format.outer is not None and not is_power  # beside a power of two it is not used
+    marks = format.scale == _E8M0 or has_outer
     loses = not marks and shape.nan == "none" if codes else is_power and dtype is not torch.float32
     is_direct = codes and is_power and plans.is_direct(form, shape)
     if marks and is_direct:  # the codes of a group with a NaN are zeros
@@ -133,14 +134,14 @@ def _sharing(cast: Cast, dtype: torch.dtype, codes: bool, form: CastTraits, shap
     sharing = Sharing(
         power=is_power,
         low=False,
-        outer=format.outer is not None,
+        outer=has_outer,
         marks=marks,
         codes=codes,
         loses=loses,
         direct=is_direct,
         low_bits=23 - precision,
         near=not is_power and _is_near(form, shape, cast),
-        summed=is_power and not codes and _is_summed(form, shape) and form.overflow == "saturate",
+        summed=is_power and not codes and _is_summed(form),
         tolerance=0,
     )
     return sharing, shape
@@ -150,10 +151,10 @@ def _of_powers(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
     """Return the plan of a cast whose scales are powers of two; None if no kernel supports it."""
     scale = definition.scaled_format(cast).scale
     lowest, highest = scale.min_exponent, scale.max_exponent
-    is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER and highest - lowest < 256
+    is_held = _LOWEST_POWER <= lowest and highest <= _HIGHEST_POWER
     is_low, top = lowest < -127, found.shared.top
     # below 2**-126 numbers count as 2**-127, whose scale is the smallest also where it is doubled
-    is_doubled = found.shared.carry > 0
+    is_doubled = found.shared.carry != 0
     if not is_held or top < is_doubled or (is_low and (highest > 121 or top < 6 + is_doubled)):
         return None
     if cast.rounding not in _NEAREST and not cast.is_stochastic:
@@ -184,12 +185,12 @@ def _of_ratios(found: ScaledCastPlan, cast: Cast) -> ScaledCastPlan | None:
 
 def _is_nearest(form: CastTraits) -> bool:
     """Whether a sum in fp32 rounds to nearest even, of both signs."""
-    return form.by_addition and form.rounding == "nearest-even" and form.signed and not form.flush
+    return form.by_addition and form.rounding == "nearest-even" and not form.flush
 
 
-def _is_summed(form: CastTraits, shape: Layout) -> bool:
-    """Whether it does that of all numbers of a format, with -0."""
-    return _is_nearest(form) and shape.summed and form.minus_zero
+def _is_summed(form: CastTraits) -> bool:
+    """Whether it does that of all numbers of a small float, with -0: a power of two with their ulp is not too large."""
+    return _is_nearest(form) and form.minus_zero
 
 
 def _is_near(form: CastTraits, shape: Layout, cast: Cast) -> bool:
@@ -197,11 +198,9 @@ def _is_near(form: CastTraits, shape: Layout, cast: Cast) -> bool:
 
     With headroom 63.5 may become 64 in int8, whose value exceeds the group's largest number, and perhaps fp16's.
     """
-    format = definition.scaled_format(cast)
-    if cast.scaling is not None and cast.scaling.headroom > 0:
+    if definition.scaling_of(cast).headroom:
         return False
-    known = _is_nearest(form) if shape.integer else _is_summed(form, shape)
-    return known and (format.outer is None or (form.overflow == "saturate" and not shape.integer))
+    return _is_nearest(form) if shape.integer else _is_summed(form)
 
 
 def _is_small(element: FloatFormat | IntFormat) -> bool:
