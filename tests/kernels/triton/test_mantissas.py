@@ -22,6 +22,7 @@ from lowp.kernels.int16.mantissas import Mantissas, as_exponent, current_mantiss
 pytest.importorskip("triton", reason="triton is not installed")
 
 from lowp.kernels.triton import launch
+from lowp.kernels.triton import mantissas as mantissa_kernels
 
 ROUNDINGS = [
     *(str(mode) for mode in Rounding if mode not in (Rounding.STOCHASTIC_B, Rounding.STOCHASTIC_C)),
@@ -234,3 +235,101 @@ def test_an_operand_and_a_look_take_three_launches(monkeypatch: pytest.MonkeyPat
     with kernels.use("triton"):
         assert ran(monkeypatch, lambda: payloads.rounded(x, cast)) == ["look", "convert", "zeros"]
         assert ran(monkeypatch, lambda: payloads.exact_under(x, cast)) == ["look", "look_again", "zeros"]
+
+
+@pytest.fixture
+def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter give a program 16 numbers, so that what many programs find is gathered."""
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 16)
+
+
+@pytest.mark.parametrize("rounding", ["nearest-even", "stochastic-8"])
+@pytest.mark.usefixtures("small_programs")
+def test_many_programs_find_together_what_one_does(rounding: str) -> None:
+    cast, exponent = casts.parse(f"flex16+5:{rounding}"), torch.tensor([99, -3], dtype=torch.int32)
+    for place, largest in ((0, -6000.0), (20, 5000.0), (71, torch.inf), (71, torch.nan), (0, 0.0)):
+        x = torch.linspace(-2000, 2000, 72) / 3
+        x[place], x[35] = largest, 4095.0
+        expected, seen = on_a_cpu(x, cast, -3)
+        with kernels.use("triton"):
+            found = entries.write_unread(x, cast, exponent, 1)
+            rounded = current_mantissas(x, cast, 5)
+        same_bits(found.values, expected)
+        assert as_told(found.record) == as_told(entries.record_of(seen, bool(x.isnan().any())))
+        assert int(found.record[entries.CROWDED]) == int((expected * 8).abs()[x.isfinite()].gt(16383).sum())
+        same_mantissas(rounded, current_mantissas(x, cast, 5))
+
+
+@pytest.mark.parametrize("spec", ["dfp16", "flex16+5"])
+@pytest.mark.usefixtures("small_programs")
+def test_a_hint_serves_if_all_numbers_are_mantissas_under_it(spec: str) -> None:
+    cast, roomy = casts.parse(spec), casts.parse(f"{spec}:current(headroom=2)")
+    lowest = -32767.0 if spec == "dfp16" else -32768.0
+    for one, serves in (
+        *((32767.0, True), (lowest, True), (32768.0, False), (lowest - 1, False), (0.5, False), (-32766.5, False)),
+        *((2.0**-140, False), (-0.0, True), (3e38, False), (torch.inf, False), (torch.nan, False)),
+    ):
+        x = torch.arange(40.0)
+        x[20] = one  # in the second of three programs
+        hint, own = torch.tensor(0, dtype=torch.int32), current_mantissas(x, roomy).exponent
+        with kernels.use("triton"):
+            is_exact, exponent = mantissas.exact(x, cast, hint)
+            look = mantissa_kernels.look(x, roomy, hint)
+        assert bool(is_exact) is (serves or bool(mantissas.exact(x, cast)[0])), one
+        assert int(exponent) == 0 or not serves
+        assert bool(look.all[6]) is serves and torch.equal(look.told, hint if serves else own), one
+        assert bool(look.is_finite) is bool(x.isfinite().all())
+
+
+@pytest.mark.usefixtures("small_programs")
+def test_many_programs_let_an_entry_begin() -> None:
+    for spec in ("flex16+5:autoflex", "dfp16:reactive"):
+        for place, largest in ((0, 5000.0), (20, 3e38), (71, 0.3), (71, torch.inf)):
+            x = torch.linspace(-0.1, 0.2, 72)
+            x[place] = largest
+            cast, device = casts.parse(spec), torch.device("cpu")
+            plain = ExponentTable(cast, device)
+            second = (plain.index("first"), plain.index("second"))[1]
+            expected = plain.write(x, second).values
+            with kernels.use("triton"):
+                table = ExponentTable(cast, device)
+                table.index("first"), table.index("second")
+                same_bits(table.write(x, second).values, expected)
+            assert torch.equal(table.state.exponent, plain.state.exponent) and not table._scratch.any()
+            assert torch.equal(table.state.started, plain.state.started)
+
+
+def test_zeros_are_mantissas_under_any_hint() -> None:
+    cast = casts.parse("dfp16")
+    for hint in (-300, -254, 254, 300):
+        with kernels.use("triton"):
+            found = mantissas.exact(torch.tensor([0.0, -0.0]), cast, torch.tensor(hint, dtype=torch.int32))
+        assert bool(found[0]) and int(found[1]) == hint
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, (1 << 22) - 1, 1 << 22, (1 << 23) - 1, 1 << 23, (1 << 23) + 1, 1 << 24])
+def test_exponents_of_subnormal_maxima(bits: int) -> None:
+    x = torch.tensor([bits, 0, bits // 3], dtype=torch.int32).view(torch.float32)
+    for spec in ("i16s@2^-180..127/tensor", "i16s@2^-141..127/tensor", "i16@2^-180..-150/tensor"):
+        expected = current_mantissas(x, casts.parse(spec))
+        with kernels.use("triton"):
+            same_mantissas(current_mantissas(x, casts.parse(spec)), expected)
+            assert int(mantissas.own_exponent(x, casts.parse(spec))) == int(expected.exponent)
+
+
+def test_numbers_that_vanish_beside_infinity() -> None:
+    exponents = torch.zeros(1, dtype=torch.int32)
+    for x in (torch.tensor([torch.inf, 2.0**-60]), torch.tensor([torch.nan, 0.0]), torch.tensor([2.0**-60, 0.0])):
+        _, seen = on_a_cpu(x, casts.parse("dfp16"), 0)
+        with kernels.use("triton"):
+            found = entries.write_unread(x, casts.parse("dfp16"), exponents, 0)
+        assert as_told(found.record) == as_told(entries.record_of(seen, bool(x.isnan().any())))
+        assert int(found.record[entries.LARGEST]) == 0
+
+
+def test_what_is_not_finite_counts_for_nothing() -> None:
+    cast = casts.parse("dfp16")
+    for x, exponent in ((torch.tensor([torch.inf, -torch.nan]), 0), (torch.tensor([torch.nan, 3.0]), 1 - 14)):
+        with kernels.use("triton"):
+            assert int(mantissas.own_exponent(x, cast, only_finite=True)) == exponent
+            assert int(mantissas.own_exponent(x, cast)) == mantissas.NOT_FINITE
