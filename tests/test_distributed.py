@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -392,6 +393,27 @@ def prepared_alone(rank: int) -> list[str]:
     return said
 
 
+def fewer_batches(rank: int) -> dict[str, list[float]]:
+    """Train under torch's Join, on rank 1 for three steps more; return the weights of the end."""
+    found: dict[str, list[float]] = {}
+    for name in ("fp16", "bf16", "mxfp8", "dfp16"):
+        torch.manual_seed(0)
+        x = torch.randn(RANKS, 8, 4)[rank]
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer, region = torch.optim.SGD(model.parameters(), lr=0.1), lowp.autocast(name)
+        scaler = lowp.GradScaler("cpu", process_group=None, enabled=name == "fp16")
+        with Join([model]):
+            for _ in range(2 + 3 * rank):
+                with region:
+                    loss = model(x).float().square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        found[name] = model.module.weight.detach().flatten().tolist()
+    return found
+
+
 JOBS = {
     job.__name__: job
     for job in (
@@ -407,6 +429,7 @@ JOBS = {
         shards,
         tensor_parallel,
         mismatches,
+        fewer_batches,
         prepared_alone,  # the last, since it ends all comparisons
     )
 }
@@ -469,6 +492,12 @@ def test_dtensor_gradients_are_unscaled_and_agreed_on_over_their_mesh(result: An
 
 def test_fully_sharded_parameters_train_as_whole_ones(result: Any) -> None:
     assert result(fully_sharded) == [{"bf16": True, "fp16": True, "e5m7": True, "dfp16": True}] * RANKS
+
+
+def test_a_rank_may_have_fewer_batches_than_another(result: Any) -> None:
+    first, second = result(fewer_batches)
+    assert first == second
+    assert list(first) == ["fp16", "bf16", "mxfp8", "dfp16"]
 
 
 def test_ranks_begin_with_the_scale_of_the_one_that_needs_the_smallest(result: Any) -> None:
