@@ -13,7 +13,7 @@ import lowp
 from lowp.casts import parse
 from lowp.errors import Unavailable
 from lowp.kernels.numbers import bitwise
-from lowp.kernels.numbers.packing import code_dtype
+from lowp.kernels.numbers.packing import as_integers, code_dtype
 from lowp.kernels.numbers.philox import Draw
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -158,7 +158,36 @@ def test_nans_without_a_code_are_counted(dtype: torch.dtype) -> None:
             out = torch.empty(40, dtype=code_dtype(parse(name).element))
             assert calls.encode(given, parse(name), 0, out) == counted, name
             assert calls.encode(given[:32], parse(name), 0, out[:32]) == min(counted, 2), name
+            if name not in ("i8", "e2m1"):  # the codes of whose NaNs are any
+                assert int(as_integers(out)[3]) == 0 or not counted, name
         assert calls.encode(given, parse("e4m3fn"), 0, torch.empty(40, dtype=torch.uint8)) == 0
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_neighbours_in_memory_are_neither_read_nor_written(
+    dtype: torch.dtype, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 32)
+
+    def fail(x: Tensor) -> Tensor:
+        raise AssertionError("the kernel has seen a NaN")
+
+    for count in (48, 37):
+        x = torch.full((count + 80,), torch.nan, dtype=dtype)
+        x[40:-40] = torch.randn(count, generator=torch.Generator().manual_seed(1))
+        for name in ("i8:stochastic", "e2m1:stochastic-8"):
+            wanted, cast = bitwise.quantized(x[40:-40], parse(name), Draw(5, first)), parse(name)
+            values, codes = torch.full_like(x, 7.0), torch.full(x.shape, 85, dtype=code_dtype(cast.element))
+            calls.quantize(x[40:-40], cast, Draw(5, first), values[40:-40])
+            with monkeypatch.context() as patch:
+                patch.setattr(Tensor, "isnan", fail)
+                assert calls.encode(x[40:-40], cast, Draw(5, first), codes[40:-40]) == 0
+            decoded = torch.full_like(x, 7.0)
+            calls.decode(codes[40:-40], cast.element, decoded[40:-40])
+            assert torch.equal(values[40:-40], wanted) and torch.equal(decoded, values)
+            for guarded, mark in ((values, 7.0), (codes, 85)):
+                assert bool((guarded[:40] == mark).all()) and bool((guarded[-40:] == mark).all())
 
 
 def test_rows_of_other_lengths_are_not_packed_here() -> None:

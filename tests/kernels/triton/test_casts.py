@@ -78,15 +78,16 @@ NEAR_THE_ENDS = {  # of fp32: quanta below its normal numbers, anchors above its
     "e3m1b-107": ("nearest-even", "nearest-away", "up", "stochastic", "stochastic-8"),
     "e6m23": ("nearest-even", "nearest-away", "down", "stochastic", "stochastic-32"),
     "ue4m0finite": ("nearest-even", "nearest-away", "up", "to-odd"),
+    "e10m10b1022": ("nearest-even", "up", "stochastic-c-8"),  # of fp64
 }
 
 
 @pytest.mark.parametrize("name", NEAR_THE_ENDS)
 def test_formats_near_the_ends_of_fp32_are_rounded_by_the_definition(name: str) -> None:
     for way in NEAR_THE_ENDS[name]:
-        cast = parse(f"{name}:{way}")
-        check_values(cast.element, cast, torch.float32)
-        x = inputs(cast.element, torch.float32, at_most=60)
+        cast, dtype = parse(f"{name}:{way}"), torch.float64 if name == "e10m10b1022" else torch.float32
+        check_values(cast.element, cast, dtype)
+        x = inputs(cast.element, dtype, at_most=60)
         wanted, found = (torch.empty(x.shape, dtype=code_dtype(cast.element)) for _ in range(2))
         assert triton.encode(x, cast, SEED, found) == bitwise.encode(x, cast, SEED, wanted)
         assert torch.equal(as_integers(found), as_integers(wanted)), cast
@@ -115,7 +116,11 @@ def test_several_programs_and_the_numbers_behind_the_last_vector(monkeypatch: py
     monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 32)
     x = torch.randn(2 * 32 + 19, generator=torch.Generator().manual_seed(0))
     for cast in ("e5m7", "e5m7:stochastic"):
-        assert torch.equal(forced(x, cast, seed=3), kernels.quantize(x, cast, seed=3))
+        wanted, codes = kernels.quantize(x, cast, seed=3), kernels.encode(x, cast, seed=3)
+        assert torch.equal(forced(x, cast, seed=3), wanted)
+        with kernels.use("triton"):
+            assert torch.equal(kernels.encode(x, cast, seed=3), codes)
+            assert torch.equal(kernels.decode(codes, "e5m7"), wanted)
 
 
 def test_the_layout_and_an_out_in_place_change_nothing() -> None:

@@ -98,7 +98,7 @@ def numbers_cut(cast: Cast, dtype: torch.dtype) -> list[float]:
     smallest = format.min_exponent if isinstance(format, FloatFormat) else 0
     half = 1 << (mantissa - 1)
     parts = [0, 1, 0x5A5A5B & (half - 1), half - 1, half, half + 1, 2 * half - 1]
-    depths = [3, 1, 0, -1, -2, -4, -9, -17, -31, -33, -60, -110, -170]
+    depths = [3, 1, 0, -1, -2, -4, -9, -16, -17, -19, -31, -33, -60, -110, -170]
     exponents = [smallest + depth for depth in depths if smallest + depth >= low]
     found = [math.ldexp((1 << mantissa) + part, exponent - mantissa) for exponent in exponents for part in parts]
     found = [torch.tensor(value, dtype=torch.float64).to(dtype).item() for value in found]
@@ -108,6 +108,9 @@ def numbers_cut(cast: Cast, dtype: torch.dtype) -> list[float]:
 
 WAYS = ["", "-8", "-b-8", "-b-32", "-c-8", "-c-32"]
 CAST = [(f"e5m7:stochastic{way}", torch.float64) for way in WAYS]
+CAST += [(f"e5m7:stochastic{way}", torch.float32) for way in ("", "-8", "-b-8", "-c-15")]
+CAST += [("e4m3b123:stochastic-c-8", torch.float32), ("e10m10b1022:stochastic-c-8", torch.float64)]
+CAST += [("e11m7:stochastic", torch.float64), ("e2m20:stochastic", torch.float64)]
 CAST += [(f"{name}:stochastic{way}", torch.float32) for name in ("e4m3fn", "e4m7b108") for way in WAYS]
 CAST += [(f"{name}:stochastic{way}", torch.float32) for name in ("bf16", "i8") for way in ("", "-13", "-b-13", "-c-5")]
 CAST += [

@@ -163,30 +163,30 @@ def _float(name: str) -> FloatFormat:
 # a line a format: what NaN is, and the traits of its encoding relative to fp32, likewise
 USUAL_OF_CODES = {"signed", "has_zero", "subnormals"}
 LAYOUTS = """
-fp32            above      minus_zero infinity anchored next_is_beyond
-fp64            above      wide minus_zero infinity next_is_beyond
-bf16            above      minus_zero infinity anchored next_is_beyond
-e8m10ftz        above      -subnormals minus_zero infinity anchored next_is_beyond
-e5m7ftz         above      -subnormals varying minus_zero infinity anchored summed next_is_beyond
-fp16            above      varying minus_zero infinity anchored summed next_is_beyond by_product
-e4m3fn          above      varying minus_zero anchored summed next_is_beyond in_byte by_product
-e4m3fnuz        minus-zero varying anchored summed next_is_beyond in_byte by_product
-e4m3nuz         minus-zero varying infinity anchored summed next_is_beyond in_byte by_product
+fp32            above      minus_zero infinity anchored
+fp64            above      wide minus_zero infinity
+bf16            above      minus_zero infinity anchored
+e8m10ftz        above      -subnormals minus_zero infinity anchored
+e5m7ftz         above      -subnormals varying minus_zero infinity anchored summed
+fp16            above      varying minus_zero infinity anchored summed by_product
+e4m3fn          above      varying minus_zero anchored summed in_byte by_product
+e4m3fnuz        minus-zero varying anchored summed in_byte by_product
+e4m3nuz         minus-zero varying infinity anchored summed in_byte by_product
 e2m1            none       varying minus_zero anchored summed in_nibble by_product
 e3m0finite      none       varying minus_zero anchored summed in_nibble by_product
-e3m0fn          above      varying minus_zero anchored summed next_is_beyond in_nibble by_product
-ue4m3           above      -signed varying infinity anchored next_is_beyond
+e3m0fn          above      varying minus_zero anchored summed in_nibble by_product
+ue4m3           above      -signed varying infinity anchored
 ue5m3finite     none       -signed varying anchored
-ue5m3nuz        above      -signed varying infinity anchored next_is_beyond
+ue5m3nuz        above      -signed varying infinity anchored
 ue4m0finite     none       -signed -has_zero -subnormals varying
-ue8m0b130fn     above      -signed -has_zero -subnormals wide varying next_is_beyond
-e4m3b0          above      varying minus_zero infinity anchored summed next_is_beyond in_byte by_product
-e4m3b-1         above      varying minus_zero infinity anchored summed next_is_beyond in_byte
+ue8m0b130fn     above      -signed -has_zero -subnormals wide varying
+e4m3b0          above      varying minus_zero infinity anchored summed in_byte by_product
+e4m3b-1         above      varying minus_zero infinity anchored summed in_byte
 e4m3b-106finite none       varying minus_zero anchored in_byte
 e4m3b-107finite none       varying minus_zero in_byte
-e5m11           above      varying minus_zero infinity anchored next_is_beyond
-e7m8            above      varying minus_zero infinity anchored summed next_is_beyond by_product
-e4m3b125        above      varying minus_zero infinity anchored next_is_beyond in_byte by_product
+e5m11           above      varying minus_zero infinity anchored
+e7m8            above      varying minus_zero infinity anchored summed by_product
+e4m3b125        above      varying minus_zero infinity anchored in_byte by_product
 i8              none       integer
 i25             none       wide integer
 """

@@ -82,7 +82,6 @@ class Layout(NamedTuple):
     infinity: bool = False
     anchored: bool = False  # fp32's addition counts quanta below the normal numbers
     summed: bool = False  # fp32's addition rounds all numbers, too: a power of two with their ulp is not too large
-    next_is_beyond: bool = False  # overflow has the code after the largest number's
     in_byte: bool = False  # the sign is the eighth bit
     in_nibble: bool = False  # the sign is the fourth bit
     nan: str = "none"  # "above": codes above infinity's, or all ones; "minus-zero": the code of -0; "none"
@@ -107,7 +106,7 @@ class Codes(NamedTuple):
     nan_code: int = 0
     most: int = 0  # the code of the largest finite number, or the largest integer
     least: int = 0  # the magnitude of the smallest integer
-    beyond: int = 0  # the code of overflow, if the cast does not saturate
+    beyond: int = 0  # the code of overflow, if the cast does not saturate: that after the largest one's
     spread: int = 0  # bits of the exponent field that fp32 has more, for a product
     digits: int = 0  # the bits of fp32 that a code fills, for a product, with the sign
     power: int = 0  # the bits of the power of two that moves the exponent's bias
@@ -255,7 +254,6 @@ def layout(format: FloatFormat | IntFormat, wide: bool) -> tuple[Layout, Codes]:
         infinity=infinity is not None,
         anchored=anchored,
         summed=anchored and varying and _is_summed(format, p),
-        next_is_beyond=beyond == most + 1,
         in_byte=signed and format.bits == 8,
         in_nibble=signed and format.bits == 4,
         nan=kind,
@@ -303,6 +301,6 @@ def is_direct(form: CastTraits, shape: Layout) -> bool:
     """
     is_known = form.by_addition or form.by_noise
     is_plain = is_known and form.signed and not form.flush and form.has_zero and not shape.wide
-    is_followed = shape.next_is_beyond and (form.overflow != "nan" or not shape.infinity)
+    is_followed = form.overflow != "nan" or not shape.infinity
     ends = form.overflow == "saturate" or not form.is_directed or (form.by_sum and is_followed)
     return is_plain and form.overflow == "saturate" if shape.integer else is_plain and ends and form.cuts

@@ -55,10 +55,8 @@ def widened(magnitude):
 def narrowed(magnitude):
     """Convert magnitudes of fp64 that fp32 represents to magnitudes of fp32; NaN becomes the canonical one."""
     field = magnitude >> 52
-    moved = (magnitude >> 29) - (896 << 23)
-    significand = (magnitude & 0xFFFFFFFFFFFFF) | (1 << 52)
-    small = significand >> tl.minimum(tl.maximum(926 - field, 0), 63)
-    moved = tl.where(field < 897, small, moved)
+    significand = (magnitude & 0xFFFFFFFFFFFFF) | (1 << 52)  # below fp32's normal numbers more than 29 bits are zero
+    moved = (significand >> tl.minimum(tl.maximum(926 - field, 29), 63)) + (tl.maximum(field - 897, 0) << 23)
     moved = tl.where(magnitude >= (2047 << 52), 0x7F800000, moved)
     return tl.where(magnitude > (2047 << 52), 0x7FC00000, moved).to(tl.int32)
 

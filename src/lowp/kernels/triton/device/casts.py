@@ -47,9 +47,9 @@ def quantize(
     """
     end = count + skipped
     whole = end // 16 * 16
-    key = tl.load(seed) if FORM.random_bits > 0 else 0
+    key = tl.load(seed) if FORM.random_bits else 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
     _quantize(x, out, key, start, skipped, whole, first, numbers, DTYPE, FORM, EXACT, BLOCK)
     if TAIL:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+        if start + BLOCK > end:  # the last program
             _quantize(x, out, key, whole, skipped, end, first, numbers, DTYPE, FORM, EXACT, 16)

@@ -29,12 +29,11 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
                 sum = magnitude.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
                 small = sum.to(tl.int32, bitcast=True) - anchor
             else:
+                HIDDEN: tl.constexpr = 1 << MANTISSA
                 field = magnitude >> MANTISSA
-                one = (magnitude & 0) + 1
-                hidden = tl.where(field > 0, one << MANTISSA, 0)
-                significand = (magnitude & ((one << MANTISSA) - 1)) | hidden
+                significand = tl.where(field > 0, (magnitude & (HIDDEN - 1)) | HIDDEN, magnitude)
                 place = codes.dropped + codes.low_field - tl.maximum(field, 1)
-                small = significand >> tl.minimum(tl.maximum(place, 0), 63 if LAYOUT.wide else 31)
+                small = significand >> tl.minimum(tl.maximum(place, 0), MANTISSA)
             code = tl.where(magnitude < codes.smallest_normal, small, code)
         if LAYOUT.infinity:
             code = tl.where(magnitude == infinity_bits(LAYOUT.wide), codes.infinity_code, code)
@@ -109,14 +108,14 @@ def _drawn_code(
                 binades = tl.maximum(binades, 0)
             code = code + binades * codes.subnormals_from
     else:
-        code = _uncut(drawn_up(magnitude, word, numbers), codes) - codes.offset
+        code = _uncut(drawn_up(magnitude, word, numbers), codes)  # the bias is fp32's
     return code
 
 
 @triton.jit
 def _uncut(up, codes):
     """Return the bits of numbers above the cut; a NaN may have overflowed int32 into uint32."""
-    return (up.to(tl.uint32, bitcast=True) >> tl.cast(codes.dropped, tl.uint32)).to(tl.int32, bitcast=True)
+    return (up.to(tl.uint32) >> tl.cast(codes.dropped, tl.uint32)).to(tl.int32)
 
 
 @triton.jit
@@ -128,7 +127,7 @@ def direct(
     Overflow occurs in the code, whose exponent field has room for it in 32 bits.
     """
     is_nan = magnitude > infinity_bits(False)
-    FOLLOWED: tl.constexpr = LAYOUT.next_is_beyond and (FORM.overflow != "nan" or not LAYOUT.infinity)
+    FOLLOWED: tl.constexpr = FORM.overflow != "nan" or not LAYOUT.infinity  # by the code of overflow
     SUMMED: tl.constexpr = LAYOUT.summed and FORM.by_addition and FORM.rounding == "nearest-even"
     DIRECTED: tl.constexpr = FORM.by_sum  # of floats, whose neighbours a sum rounds to
     ENDS: tl.constexpr = (SUMMED or DIRECTED) and (FORM.overflow == "saturate" or FOLLOWED)
@@ -165,10 +164,8 @@ def _limited(code, codes, FORM: tl.constexpr, FOLLOWED: tl.constexpr):
         code = tl.minimum(code, codes.most)
     elif FOLLOWED:
         code = tl.minimum(code, codes.beyond)
-    elif FORM.overflow == "nan":
-        code = tl.where(code > codes.most, codes.nan_code, code)
     else:
-        code = tl.where(code > codes.most, codes.beyond, code)
+        code = tl.where(code > codes.most, codes.nan_code, code)
     return code
 
 
@@ -176,7 +173,7 @@ def _limited(code, codes, FORM: tl.constexpr, FOLLOWED: tl.constexpr):
 def _with_side(code, sign, codes, LAYOUT: tl.constexpr, ENDS: tl.constexpr):
     """Return the codes of magnitudes with the bits of their signs; of formats without -0 not those of zero and NaN."""
     above = 24 if LAYOUT.in_byte else 28 if LAYOUT.in_nibble else 31 - codes.sign_place
-    side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
+    side = (sign.to(tl.uint32) >> tl.cast(above, tl.uint32)).to(tl.int32)
     if LAYOUT.minus_zero:
         code = code | side
     else:
@@ -259,13 +256,13 @@ def encode(
     """Write the codes of `count` numbers, as `casts.quantize` writes values; set `nans` to 1 if one has no code."""
     end = count + skipped
     whole = end // 16 * 16
-    key = tl.load(seed) if FORM.random_bits > 0 else 0
+    key = tl.load(seed) if FORM.random_bits else 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
     seen = _encode(x, out, key, start, skipped, whole, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, BLOCK)
     if LAYOUT.nan == "none":
         _tell_nans(nans, seen, LAYOUT.wide)
     if TAIL:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+        if start + BLOCK > end:  # the last program
             few = _encode(  # a name has one shape in Triton
                 x, out, key, whole, skipped, end, first, numbers, codes, DTYPE, FORM, EXACT, LAYOUT, DIRECT, 16
             )
@@ -277,7 +274,7 @@ def encode(
 def _tell_nans(found, magnitude, WIDE: tl.constexpr):
     """Set `found` to 1 if there are NaNs, or infinities: those with zero have a sum only if there are none."""
     FLOAT: tl.constexpr = tl.float64 if WIDE else tl.float32
-    products = magnitude.to(FLOAT, bitcast=True) * (magnitude & 0).to(FLOAT, bitcast=True)
+    products = magnitude.to(FLOAT, bitcast=True) * 0.0
     if tl.reduce(products, 0, tl.standard._sum_combine) != 0.0:
         tl.store(found, 1)
 
@@ -304,7 +301,7 @@ def decoded(raw, codes, LAYOUT: tl.constexpr):
         if LAYOUT.has_zero and not LAYOUT.subnormals:
             magnitude = tl.where(code < codes.subnormals_from, 0, magnitude)
         elif LAYOUT.has_zero and LAYOUT.varying:
-            magnitude = tl.where(code < codes.subnormals_from, _counted(code, codes, LAYOUT), magnitude)
+            magnitude = tl.where(code >= codes.subnormals_from, magnitude, _counted(code, codes, LAYOUT))
         infinity = infinity_bits(LAYOUT.wide)
         nan = infinity_bits(LAYOUT.wide) + quiet_bit(LAYOUT.wide)
         if LAYOUT.infinity:
@@ -313,14 +310,13 @@ def decoded(raw, codes, LAYOUT: tl.constexpr):
                 magnitude = tl.where(code > codes.infinity_code, nan, magnitude)
         elif LAYOUT.nan == "above":
             magnitude = tl.where(code == codes.nan_code, nan, magnitude)
-        lowest = -0x8000000000000000 if LAYOUT.wide else -0x80000000
         if LAYOUT.signed:
             negative = ((whole >> codes.sign_place) & 1) != 0
             if LAYOUT.nan == "minus-zero":
                 is_nan = negative & (code == 0)
                 magnitude = tl.where(is_nan, nan, magnitude)
                 negative = negative & (is_nan == 0)
-            sign = tl.where(negative, lowest, code & 0)
+            sign = negative.to(code.dtype) << (63 if LAYOUT.wide else 31)
         else:
             sign = code & 0
     return magnitude, sign
@@ -343,10 +339,9 @@ def _write_products(out, offsets, mask, raw, codes, DTYPE: tl.constexpr, LAYOUT:
     s 0000eeee mmm000...    whose exponent has another bias: fp32 multiplies it exactly, with eeee = 0 as well.
     """
     top = raw.to(tl.int32) << (31 - codes.sign_place)
-    power = (top & 0) + codes.power
     moved = (top >> codes.spread) & codes.digits
-    value = moved.to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)
-    limit = ((top & 0) + codes.limit).to(tl.float32, bitcast=True)
+    value = moved.to(tl.float32, bitcast=True) * tl.cast(codes.power, tl.float32, bitcast=True)
+    limit = tl.cast(codes.limit, tl.float32, bitcast=True)
     bits = value.to(tl.int32, bitcast=True)
     if LAYOUT.infinity:
         bits = tl.where(tl.abs(value) >= limit, (bits & -0x80000000) | 0x7F800000, bits)
@@ -370,12 +365,12 @@ def _write_products(out, offsets, mask, raw, codes, DTYPE: tl.constexpr, LAYOUT:
 @triton.jit
 def _decode(raw, out, offsets, mask, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
     if LAYOUT.packed:
-        byte = tl.load(raw + (offsets >> 1), mask=mask, other=0).to(tl.int32)
+        byte = tl.load(raw + (offsets >> 1), mask=mask).to(tl.int32)
         code = (byte >> ((offsets & 1) << 2).to(tl.int32)) & 15
         if LAYOUT.integer:
             code = (code ^ 8) - 8
     else:
-        code = tl.load(raw + offsets, mask=mask, other=0)
+        code = tl.load(raw + offsets, mask=mask)
     if LAYOUT.by_product and DTYPE != "fp64":
         _write_products(out, offsets, mask, code, codes, DTYPE, LAYOUT)
     else:
@@ -391,6 +386,6 @@ def decode(raw, out, count, codes, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, TA
     places = start + tl.arange(0, BLOCK)
     _decode(raw, out, places, places < whole, codes, DTYPE, LAYOUT)
     if TAIL:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
+        if start + BLOCK > count:
             few = tl.cast(whole, tl.int64) + tl.arange(0, 16)
             _decode(raw, out, few, few < count, codes, DTYPE, LAYOUT)

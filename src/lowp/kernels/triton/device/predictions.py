@@ -41,27 +41,27 @@ def observe(
     """
     numbers = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = numbers < count
-    place = tl.load(places + numbers, mask=here, other=0)
+    place = tl.load(places + numbers, mask=here)
     row = rows + place.to(tl.int64) * 8
-    mantissa = tl.load(row, mask=here, other=0).to(tl.int32)
-    flags = tl.load(row + 6, mask=here, other=0).to(tl.int32)
+    mantissa = tl.load(row, mask=here).to(tl.int32)
+    flags = tl.load(row + 6, mask=here).to(tl.int32)
     for word in tl.static_range(8):
         tl.store(row + word, place.to(tl.int64) * 0, mask=here)
-    told = tl.load(faulty + place, mask=here, other=0)
+    told = tl.load(faulty + place, mask=here)
     tl.store(faulty + place, told | (flags & 1).to(tl.int8), mask=here)
-    is_result = tl.load(results + place, mask=here, other=0) != 0
+    is_result = tl.load(results + place, mask=here) != 0
     writes_now = here
     if WRITTEN:
-        writes_now = here & (tl.load(writtens + numbers, mask=here, other=0) != 0)
+        writes_now = here & (tl.load(writtens + numbers, mask=here) != 0)
     bad = writes_now & (tl.where(is_result, flags >> 8, flags) & 1 != 0)
     good = writes_now & (bad == 0)
     saturated = good & (mantissa >= limit)
     remembered = good & (mantissa > 0)
     size = mantissa.to(tl.float64)
 
-    exponent = tl.load(exponents + place, mask=here, other=0)
+    exponent = tl.load(exponents + place, mask=here)
     kappa = _power(exponent)
-    before = tl.load(befores + place, mask=here, other=0)
+    before = tl.load(befores + place, mask=here)
     raised = remembered & (saturated | (size * kappa > limit.to(tl.float64) * _power(before)))
     free = tl.log2(32768.0 / tl.maximum(mantissa, 1).to(tl.float64))
     _add(measured + place, remembered.to(tl.float64), here)
@@ -71,7 +71,7 @@ def observe(
     tl.store(befores + place, tl.where(writes_now, exponent, before), mask=here)
 
     value = tl.where(saturated, 2 * mantissa, mantissa).to(tl.float64) * kappa
-    seen = tl.where(saturated, 0, tl.load(seens + place, mask=here, other=0))
+    seen = tl.where(saturated, 0, tl.load(seens + place, mask=here))
     slots = tl.arange(0, WIDTH)
     inside = here[:, None] & (slots < WINDOW)[None, :]
     ring = place.to(tl.int64)[:, None] * WINDOW + slots[None, :]
@@ -95,7 +95,7 @@ def observe(
     tl.store(exponents + place, predicted, mask=here)
     if ADAPT:
         gone = good & (flags >> 16 & 1 != 0)
-        begun = tl.load(starteds + place, mask=here, other=0)
+        begun = tl.load(starteds + place, mask=here)
         tl.store(starteds + place, tl.where(gone, 0, begun).to(tl.int8), mask=here)
     _add(writes + place, writes_now.to(tl.int64), here)
     _add(saturateds + place, saturated.to(tl.int64), here)
@@ -106,4 +106,4 @@ def observe(
 @triton.jit
 def _add(places, more, mask):
     """Add to the numbers at places that no other program touches."""
-    tl.store(places, tl.load(places, mask=mask, other=0) + more, mask=mask)
+    tl.store(places, tl.load(places, mask=mask) + more, mask=mask)

@@ -112,12 +112,12 @@ def in_quanta(magnitude, sign, numbers, FORM: tl.constexpr):
     The adder rounds a sum with a number whose ulp is the quantum to nearest even; for another rounding, a comparison
     shows the direction and the step is corrected.
     """
-    anchor = (magnitude & 0) + numbers.anchor
+    anchor = tl.cast(numbers.anchor, tl.float32, bitcast=True)
+    quantum = tl.cast(numbers.quantum, tl.float32, bitcast=True)
     value = magnitude.to(tl.float32, bitcast=True)
-    anchored = value + anchor.to(tl.float32, bitcast=True)
-    near = anchored - anchor.to(tl.float32, bitcast=True)
-    count = anchored.to(tl.int32, bitcast=True) - anchor
-    quantum = ((magnitude & 0) + numbers.quantum).to(tl.float32, bitcast=True)
+    anchored = value + anchor
+    near = anchored - anchor
+    count = anchored.to(tl.int32, bitcast=True) - numbers.anchor
     if FORM.rounding == "nearest-away":
         more = value - near == 0.5 * quantum
         near = tl.where(more, near + quantum, near)
@@ -138,10 +138,10 @@ def in_quanta(magnitude, sign, numbers, FORM: tl.constexpr):
 def _stepped(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constexpr):
     """Implement `_rounded` for any rounding: cut, and decide whether to add a step."""
     MANTISSA: tl.constexpr = 52 if FORM.wide else 23
+    HIDDEN: tl.constexpr = 1 << MANTISSA
     one = (magnitude & 0) + 1
     field = magnitude >> MANTISSA
-    hidden = tl.where(field > 0, one << MANTISSA, 0)
-    significand = (magnitude & ((one << MANTISSA) - 1)) | hidden
+    significand = tl.where(field > 0, (magnitude & (HIDDEN - 1)) | HIDDEN, magnitude)
     shift = (magnitude & 0) + numbers.dropped
     if FORM.varying:
         shift = shift + tl.maximum(numbers.low_field - tl.maximum(field, 1), 0)

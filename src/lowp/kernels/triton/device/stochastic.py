@@ -81,7 +81,7 @@ def lifted(magnitude, word, numbers, FORM: tl.constexpr):
     value = magnitude.to(tl.float32, bitcast=True)
     product = value * ((magnitude & 0) + numbers.shrink).to(tl.float32, bitcast=True)
     bits = product.to(tl.int32, bitcast=True)
-    if FORM.random_bits <= 32:
+    if not FORM.by_more:
         back = product * ((magnitude & 0) + numbers.grow).to(tl.float32, bitcast=True)
         bits = bits + ((value - back).to(tl.int32, bitcast=True) >> 31)  # no difference is -0
     return drawn_up(bits, word, numbers)
@@ -127,8 +127,7 @@ def digit_at(rest, shift, PLACE: tl.constexpr):
     """Return the 32 bits at PLACE (0 is the first) after the binary point of rest / 2**shift."""
     MOST: tl.constexpr = 31 if rest.dtype == tl.int32 else 63
     up = 32 * (PLACE + 1) - shift
-    left = tl.where(up < 32, rest << tl.minimum(tl.maximum(up, 0), 31), 0)
-    return tl.where(up < 0, rest >> tl.minimum(tl.maximum(-up, 0), MOST), left)
+    return tl.where(up < 32, rest << tl.maximum(up, 0) >> tl.minimum(tl.maximum(-up, 0), MOST), 0)
 
 
 @triton.jit
