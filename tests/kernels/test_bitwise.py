@@ -182,7 +182,9 @@ def test_each_of_the_160_bits_is_compared(place: int) -> None:
     like = torch.zeros(7, dtype=torch.float64)
     drawn = [philox.words(like, SEED), *philox.tail_words(like, SEED)]
     for difference in (0, 1, -1):
-        digits = [word + difference if index == place else word for index, word in enumerate(drawn)]
+        # once a word differs, those behind it tell nothing
+        signs = [0 if index < place else 1 if index == place else -1 for index in range(len(drawn))]
+        digits = [word + sign * difference for sign, word in zip(signs, drawn, strict=True)]
         below = torch.full((7,), difference == 1)
         assert torch.equal(bitwise._is_below(digits, like, SEED), below)
         doubled = [digit.double() for digit in digits]

@@ -196,6 +196,11 @@ def test_a_bias_that_is_no_number_a_column_is_added_to_the_sum(monkeypatch: pyte
     assert recorded.requires_grad and not given
 
 
+def test_nothing_is_summed_in_blocks_to_zeros() -> None:
+    form, given = Linear((3, 0), (5, 0)), (torch.zeros(3, 0), torch.zeros(5, 0))
+    assert torch.equal(contract(form, OUTPUT, given, Accumulation.parse("fp16/2")), torch.zeros(3, 5))
+
+
 def chained(left: Tensor, right: Tensor, exponent: int) -> Tensor:
     total = torch.zeros(len(left), len(right))
     for start in range(0, left.shape[1], 256):

@@ -292,6 +292,14 @@ def test_results_may_be_in_place_and_tensors_begin_at_any_byte() -> None:
         assert torch.equal(kernels.quantize(x.t().contiguous().t(), text), wanted)
 
 
+def test_a_scale_that_is_given_is_that_of_a_result_in_place() -> None:
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(7))
+    for text, scale in (("e4m3fn@fp32/tensor", torch.tensor(3.0)), ("int8", torch.full((9, 1), 0.125))):
+        wanted = kernels.quantize(x, text, scale=scale)
+        assert not torch.equal(wanted, kernels.quantize(x, text))
+        assert torch.equal(kernels.quantize(x, text, scale=scale, out=torch.empty_like(x)), wanted)
+
+
 def test_pieces_draw_the_bits_of_the_whole() -> None:
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(8))
     for text in ("mxfp4:stochastic", "i8s@fp32/row:stochastic-9", "nvfp4:stochastic"):
