@@ -73,7 +73,7 @@ def quantize(
     seed, offset = checks.draw(x, seed, offset)
     if out is not None and not tracing.is_jit_tracing():
         checks.check_out(x, out)
-    if not is_eager(x) or (out is not None and not (_is_ours(x) and _is_ours(out))):
+    if not (is_eager(x) and (out is None or tracing.is_real(out))):
         return verbs.quantized(x, plan, scale, seed, offset, out)
     if out is None:
         apply = verbs.StraightThrough.apply if tracing.is_differentiated(x) else DIRECT.quantize
@@ -302,10 +302,6 @@ def _takes(out: Any, x: Tensor) -> bool:
     if not isinstance(out, Tensor) or out.dtype is not x.dtype or out.shape != x.shape:
         return False
     return _goes_straight(out) and abs(out.data_ptr() - x.data_ptr()) >= x.nbytes
-
-
-def _is_ours(x: Tensor) -> bool:
-    return is_eager(x) and not tracing.is_differentiated(x)
 
 
 def _with_arrays(function: Any, x: Any, *arguments: Any, **named: Any) -> Any:
