@@ -269,23 +269,24 @@ def test_a_hint_serves_if_all_numbers_are_mantissas_under_it(spec: str) -> None:
         *((32767.0, True), (lowest, True), (32768.0, False), (lowest - 1, False), (0.5, False), (-32766.5, False)),
         *((2.0**-140, False), (-0.0, True), (3e38, False), (torch.inf, False), (torch.nan, False)),
     ):
-        x = torch.arange(40.0)
-        x[20] = one  # in the second of three programs
-        hint, own = torch.tensor(0, dtype=torch.int32), current_mantissas(x, roomy).exponent
-        with kernels.use("triton"):
-            is_exact, exponent = mantissas.exact(x, cast, hint)
-            look = mantissa_kernels.look(x, roomy, hint)
-        assert bool(is_exact) is (serves or bool(mantissas.exact(x, cast)[0])), one
-        assert int(exponent) == 0 or not serves
-        assert bool(look.all[6]) is serves and torch.equal(look.told, hint if serves else own), one
-        assert bool(look.is_finite) is bool(x.isfinite().all())
+        for place in (20, 39):  # in the second of three programs, and in the last
+            x = torch.arange(40.0)
+            x[place] = one
+            hint, own = torch.tensor(0, dtype=torch.int32), current_mantissas(x, roomy).exponent
+            with kernels.use("triton"):
+                is_exact, exponent = mantissas.exact(x, cast, hint)
+                look = mantissa_kernels.look(x, roomy, hint)
+            assert bool(is_exact) is (serves or bool(mantissas.exact(x, cast)[0])), one
+            assert int(exponent) == 0 or not serves
+            assert bool(look.all[6]) is serves and torch.equal(look.told, hint if serves else own), one
+            assert bool(look.is_finite) is bool(x.isfinite().all())
 
 
 @pytest.mark.usefixtures("small_programs")
 def test_many_programs_let_an_entry_begin() -> None:
     for spec in ("flex16+5:autoflex", "dfp16:reactive"):
-        for place, largest in ((0, 5000.0), (20, 3e38), (71, 0.3), (71, torch.inf)):
-            x = torch.linspace(-0.1, 0.2, 72)
+        for place, largest in ((0, 5000.0), (20, 3e38), (71, 0.3), (71, torch.inf), (3, torch.nan)):
+            x = torch.linspace(-0.1, 0.2, 72) * (largest == largest)
             x[place] = largest
             cast, device = casts.parse(spec), torch.device("cpu")
             plain = ExponentTable(cast, device)
@@ -319,7 +320,7 @@ def test_exponents_of_subnormal_maxima(bits: int) -> None:
 
 def test_numbers_that_vanish_beside_infinity() -> None:
     exponents = torch.zeros(1, dtype=torch.int32)
-    for x in (torch.tensor([torch.inf, 2.0**-60]), torch.tensor([torch.nan, 0.0]), torch.tensor([2.0**-60, 0.0])):
+    for x in (torch.tensor([torch.inf, 2.0**-60]), torch.tensor([torch.nan, 0.0]), torch.tensor([2.0**-149, 0.0])):
         _, seen = on_a_cpu(x, casts.parse("dfp16"), 0)
         with kernels.use("triton"):
             found = entries.write_unread(x, casts.parse("dfp16"), exponents, 0)
@@ -333,3 +334,26 @@ def test_what_is_not_finite_counts_for_nothing() -> None:
         with kernels.use("triton"):
             assert int(mantissas.own_exponent(x, cast, only_finite=True)) == exponent
             assert int(mantissas.own_exponent(x, cast)) == mantissas.NOT_FINITE
+
+
+@pytest.mark.parametrize("rounding", ["nearest-even", "toward-zero", "stochastic-1"])
+def test_mantissas_of_what_is_not_finite_are_zeros(rounding: str) -> None:
+    cast, x = casts.parse(f"flex16+5:{rounding}"), torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38, -3e38, 8.0])
+    found = mantissa_kernels.convert(x, cast, torch.tensor(-2, dtype=torch.int32), 3)
+    assert found.tolist() == [0, 0, 0, 32767, -32768, 32]
+
+
+def test_an_entry_begins_with_the_guess_below_at_and_above_a_bound() -> None:
+    bounds, guesses = torch.tensor([0.25, 4.0, 1024.0], dtype=torch.float64), torch.arange(10, 17, dtype=torch.int32)
+    for largest, guess in (
+        *((0.125, 10), (0.25, 11), (0.5, 12), (-3.0, 12), (4.0, 13), (-5.0, 14), (1024.0, 15), (3e38, 16)),
+        *((2.0**-149, 10), (0.0, -7), (torch.inf, -7)),
+    ):
+        exponents, before = torch.zeros(2, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        started, scratch = torch.zeros(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int32)
+        x = torch.tensor([0.0, largest, largest / 8])
+        for when in (torch.tensor(False), torch.tensor(True), None):
+            mantissa_kernels.begin(x, (exponents, before, started), 1, when, bounds, guesses, -7, scratch)
+            wanted = 0 if when is not None and not when else guess
+            assert exponents.tolist() == [0, wanted] and before.tolist() == [1, wanted or 1]
+            assert started.tolist() == [False, wanted > 0] and not scratch.any()

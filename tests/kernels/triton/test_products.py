@@ -180,3 +180,38 @@ def test_the_compute_capability_chooses_the_kernel_of_a_gpu(
             integer.multiply(there, there)
         with pytest.raises(InvalidInput, match="a is on cuda:0 and b on cpu: move one"):
             integer.multiply(there, random_int16(2, 2))
+
+
+@pytest.mark.parametrize(("m", "n"), [(64, 100), (100, 64), (65, 129), (63, 127), (1, 66)])
+def test_tiles_of_every_row_column_and_batch_are_written(m: int, n: int) -> None:
+    a, b = random_int16(2, m, 20), random_int16(2, 20, n)
+    found = integer.multiply(a, b, dtype=torch.int64, kernel="triton")
+    assert torch.equal(found.values, int64_product(a, b))
+    chained = integer.multiply(a, b, dtype=None, kernel="triton").values
+    assert torch.equal(chained, integer.multiply(a, b, dtype=None, kernel="reference").values)
+
+
+@pytest.mark.parametrize("depth", [5, 12])
+def test_what_a_product_counts(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import products
+
+    monkeypatch.setattr(products, "DEPTH", 8)
+    a, b = torch.full((1, 2, depth), 200, dtype=torch.int16), torch.full((1, depth, 3), -100, dtype=torch.int16)
+    a[0, 1] = -3
+    total = 20000 * depth
+    for scale, dtype, seen in (
+        *((1.0, torch.int16, [3, 32768, total]), (0.125, torch.int16, [0, total // 8, total])),
+        *((1.0, torch.int64, [0, 0, total]), (2.0, torch.float32, [0, 0, total])),
+    ):
+        there = torch.tensor(scale, dtype=torch.float64)
+        values, counts = products.matmul(a, b, there, dtype, False, -32768)
+        wanted = int64_product(a, b).double() * (1.0 if dtype is torch.int64 else scale)
+        assert counts.tolist() == seen and values.dtype is dtype
+        assert torch.equal(values.double(), wanted.round().clamp(-32768, 32767) if dtype is torch.int16 else wanted)
+    values, counts = products.matmul(a, b, torch.tensor(1.0, dtype=torch.float64), torch.float32, True, -32768)
+    assert counts.tolist() == [0, 0, 0] and torch.equal(values.double(), int64_product(a, b).double())
+    for dtype in (torch.float32, torch.float64):
+        assert products.matmul(a, b, torch.tensor(torch.nan, dtype=torch.float64), dtype, False, 0)[0].isnan().all()
+    if depth <= products.DEPTH:  # a scale of zero needs no sum
+        values, counts = products.matmul(a, b, torch.tensor(0.0, dtype=torch.float64), torch.int16, False, -32768)
+        assert counts.tolist() == [0, 0, 0] and not values.any()

@@ -129,8 +129,21 @@ def test_16_bits_round_values_under_scales_of_every_size_once(text: str, dtype: 
             assert torch.equal(bits(lowp.quantize(x, text)), bits(wanted))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("text", ["int8", "int4", "e4m3fn@fp32/row", "e5m2@fp32/row", "nvfp4", "if4"])
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        *(
+            (text, dtype)
+            for text in ("int8", "int4", "e4m3fn@fp32/row", "e5m2@fp32/row", "nvfp4", "if4")
+            for dtype in DTYPES
+        ),
+        *(
+            (text, torch.float32)
+            for text in ("int8:nearest-away", "e4m3fn@fp32/row:nearest-away", "nvfp4:nearest-away")
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("small_programs")
 def test_quotients_at_midpoints_of_elements_and_beside_them_are_rounded_once(text: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -143,6 +156,7 @@ def test_quotients_at_midpoints_of_elements_and_beside_them_are_rounded_once(tex
     x = torch.cat([middles[torch.randint(len(middles), (40, 63), generator=generator)], finite[-1:].expand(40, 1)], 1)
     x = (x * scales).to(dtype)
     x[::2, :60] = torch.nextafter(x[::2, :60], x.new_tensor(torch.inf))
+    x[1::4, :60] = torch.nextafter(x[1::4, :60], x.new_tensor(-torch.inf))
     with kernels.use("reference"):
         values, wanted = lowp.quantize(x, text), lowp.encode(x, text)
     with kernels.use("triton"):
@@ -167,7 +181,10 @@ def test_blocks_have_the_smaller_of_two_errors_also_where_these_are_nearly_equal
     x[80:] *= torch.logspace(-7, 0, 16)[:, None]  # under scales of few bits
     x[5, 3], x[7, 40], x[9, :16] = torch.inf, torch.nan, 0.0
     x = torch.cat((x, x * 0.7)).to(dtype)
-    for scaled in (x, x * 2.0**-120) if dtype is torch.float32 else (x,):
+    small = torch.zeros(2, 64, dtype=dtype)  # whose first scale is zero, and the second is not
+    small[:, ::3], small[0, 0] = 3.2e-6 * x.abs().nan_to_num(0.0, 0.0).max(), x.abs().nan_to_num(0.0, 0.0).max()
+    x = torch.cat((x, small))
+    for scaled in (x, x * 2.0**-120, x * 2.0**105) if dtype is torch.float32 else (x,):
         wanted, codes = lowp.quantize(scaled, text), lowp.encode(scaled, text)
         with kernels.use("triton"):
             assert torch.equal(bits(lowp.quantize(scaled, text)), bits(wanted))

@@ -375,3 +375,74 @@ def test_a_parameter_alone_is_stepped_as_several_are(options: dict[str, Any]) ->
             optimizer.step()
         found.append((one.detach(), *optimizer.state[one].values()))
     assert all(map(torch.equal, *found))
+
+
+def short_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Give a program of the interpreter chunks of 64 numbers, in blocks of 16, as one of a device has several."""
+    real = steps.table
+
+    def table(columns: Any, *more: Any) -> steps.Table:
+        chunks = steps._pieces([one.numel() for one in columns[0]], 64)
+        return real(columns, *more)._replace(chunks=chunks, chunk=64, block=16)
+
+    patch.setattr(steps, "table", table)
+
+
+PLAIN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (AdamW, {}),
+    (AdamW, {"storage": None, "maximize": True}),
+    (nesterov, {}),
+    (Lion, {"masters": "split-8"}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), [*PLAIN, *FEW_BITS], ids=lambda one: getattr(one, "__name__", str(one)))
+def test_steps_of_chunks_of_several_blocks_with_specials(
+    make: Callable[..., Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    # torch's order of the plain steps is another one: they are those of one block
+    for way in ("triton" if (make, options) in PLAIN else "bitwise", "triton"):
+        if found:
+            short_blocks(monkeypatch)
+        ours = [nn.Parameter(torch.linspace(-2, 2, count)) for count in (150, 33, 64)]
+        optimizer = make(ours, seed=7, **options)
+        for step in range(3):
+            give(ours, step)
+            ours[0].grad[3:6] = torch.tensor([torch.inf, torch.nan, -0.0])  # type: ignore[index]
+            ours[1].grad[:2] = torch.tensor([0.0, 1e-20])  # type: ignore[index]
+            with torch.no_grad():
+                ours[2][:20] = 0.0  # by other code, also the half of a weight with a remainder
+                ours[2][40] = -torch.nan
+            with kernels.use(way):
+                optimizer.step()
+        found.append([one for p in ours for one in (p.detach(), *optimizer.state[p].values())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_checks_of_chunks_of_several_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    for place, bad in ((None, False), (70, True), (149, True), (3, True)):
+        gradients = [torch.randn(n, generator=generator).to(dtype) for n in (150, 64, 5)]
+        gradients[0][20], gradients[1][63] = -90.0, 100.0
+        gradients[2][:3] = torch.tensor([0.0, -0.0, 2.0**-14])
+        if place is not None:
+            gradients[0][place] = torch.nan if place == 3 else -torch.inf
+        before = [one.clone().float() for one in gradients]
+        wanted = [one.clone() for one in gradients]
+        found, inverse = torch.zeros(()), torch.tensor(1 / 3)
+        with kernels.use("triton"):
+            seen = updates.check(gradients, found, inverse, histogram=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(wanted, torch.zeros(1), inverse)
+        assert bool(found) is bad and seen.histogram is not None
+        for one, other in zip(gradients, wanted, strict=True):
+            assert torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+        largest = torch.stack([one.abs().max() for one in before])
+        assert torch.equal(seen.largest.nan_to_num(7), largest.nan_to_num(7))
+        every = torch.cat(before)
+        every = every[every.isfinite() & (every != 0)]
+        fields = (every.abs().view(torch.int32) >> 23).bincount(minlength=256)
+        assert torch.equal(seen.histogram.flatten().long(), fields)

@@ -20,7 +20,7 @@ def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.
             tl.store(grads + places, value.to(tl.float16).to(tl.int16, bitcast=True), mask=mask)
         else:
             half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, half)
+            half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, half)  # torch's NaN
             tl.store(grads + places, half.to(tl.int16), mask=mask)
     return magnitude
 

@@ -149,7 +149,7 @@ def convert(
     """Write mantissas under an exponent into `out`; what is not finite becomes 0. Element 0 has the logical index 0."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     places = start + tl.arange(0, BLOCK)
-    key = tl.load(seed) if FORM.random_bits > 0 else 0
+    key = tl.load(seed) if FORM.random_bits > 0 else start  # not read
     magnitude, sign = read(x, places, places < total, DTYPE, False)
     whole = _rounded(magnitude, sign, tl.load(exponent), start, key, numbers, FORM, BLOCK)
     kept = tl.minimum(tl.maximum(whole, LOWEST), 32767)
@@ -222,7 +222,7 @@ def write(
     bits = tl.where(written, value.to(tl.int32, bitcast=True), magnitude | sign)
     tl.store(out + places, bits, mask=places < total)
     if happens:
-        size = tl.where(finite, tl.where(kept < 0, -kept, kept), 0)
+        size = tl.where(finite, tl.abs(kept), 0)
         lost = tl.reduce((finite & (kept != whole)).to(tl.int32), 0, tl.standard._sum_combine)
         crowded = tl.reduce((size > 16383).to(tl.int32), 0, tl.standard._sum_combine)
         _gather(record, tl.reduce(size, 0, tl.standard._elementwise_max).to(tl.int64))
@@ -232,7 +232,8 @@ def write(
         if crowded > 0:
             tl.atomic_add(record + 2, crowded.to(tl.int64))
         if tl.atomic_add(record + 4, 1) == tl.num_programs(0) - 1:
-            most, largest = tl.atomic_max(record, 0), tl.atomic_max(record + 3, 0)
+            most = tl.atomic_max(record, 0)
+            largest = tl.atomic_max(record + 3, 0)
             tl.store(flags, (largest >= _INFINITY).to(tl.int8))
             tl.store(flags + 1, (largest > _INFINITY).to(tl.int8))
             tl.store(flags + 2, ((most == 0) & (largest > 0) & (largest < _INFINITY)).to(tl.int8))

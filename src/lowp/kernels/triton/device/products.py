@@ -28,11 +28,11 @@ def _total(
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Return the exact sums of a tile in int64; elements outside the operands are zero."""
-    high = rows[:, None] * 0 + columns[None, :] * 0
+    high = tl.full((ROWS, COLUMNS), 0, tl.int32)
     middle = high
     low = high
-    sum_a = rows * 0
-    sum_b = columns * 0
+    sum_a = tl.full((ROWS,), 0, tl.int32)
+    sum_b = tl.full((COLUMNS,), 0, tl.int32)
     steps = (depth + DEPTH - 1) // DEPTH
     for step in range(0, steps):
         inner = step * DEPTH + tl.arange(0, DEPTH)
@@ -78,7 +78,7 @@ def matmul(
     factor = tl.load(scale)
     depth = tl.where(factor == 0, 0, depth)  # a scale of 0 needs no sum
     if KIND == "chained":
-        chain = (rows[:, None] * 0 + columns[None, :] * 0).to(tl.float32)
+        chain = tl.full((ROWS, COLUMNS), 0, tl.float32)
         for first in range(0, depth, 256):
             left, right = a + tl.cast(first, tl.int64) * along_ak, b + tl.cast(first, tl.int64) * along_bk
             few = tl.minimum(depth - first, 256)
@@ -86,12 +86,12 @@ def matmul(
                 left, right, rows, columns, m, n, few, along_m, along_ak, along_bk, along_n, ROWS, COLUMNS, DEPTH
             )
             chain = chain + total.to(tl.float32)
-        total = (rows[:, None] * 0 + columns[None, :] * 0).to(tl.int64)
+        total = tl.full((ROWS, COLUMNS), 0, tl.int64)
     else:
         total = _total(a, b, rows, columns, m, n, depth, along_m, along_ak, along_bk, along_n, ROWS, COLUMNS, DEPTH)
     mask = (rows[:, None] < m) & (columns[None, :] < n)
     places = batch * m * n + rows[:, None].to(tl.int64) * n + columns[None, :]
-    size = tl.where(mask, tl.where(total < 0, -total, total), 0)
+    size = tl.where(mask, tl.abs(total), 0)
     tl.atomic_max(seen + 2, _largest(size))
     if KIND == "chained":
         tl.store(out + places, (chain.to(tl.float64) * factor).to(tl.float32), mask=mask)
@@ -109,7 +109,7 @@ def matmul(
             kept = tl.minimum(tl.maximum(whole, LOWEST), 32767)
             tl.store(out + places, kept.to(tl.int16), mask=mask)
             lost = tl.where(mask & (kept != whole), 1, 0)
-            magnitude = tl.where(mask, tl.where(kept < 0, -kept, kept), 0)
+            magnitude = tl.where(mask, tl.abs(kept), 0)
             tl.atomic_add(seen, _counted(lost).to(tl.int64))
             tl.atomic_max(seen + 1, _largest(magnitude).to(tl.int64))
 

@@ -42,12 +42,15 @@ def keep_numbers(x, out, places, end, DTYPE: tl.constexpr):
 # -- elements ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def quotients(magnitude, by, outer, SHARING: tl.constexpr):
-    """Return the bits of magnitudes / (scale * outer), rounded to fp32; zeros if the divisor is zero."""
+    """Return the bits of magnitudes / (scale * outer), rounded to fp32; zeros if the scale is zero.
+
+    The scale of a group with a NaN is not zero.
+    """
     divisor = float_of(by)
     if SHARING.outer:
         divisor = divisor * outer
     found = bits_of(tl.div_rn(float_of(magnitude), divisor)) & 0x7FFFFFFF
-    return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), found)
+    return tl.where(by == 0, 0, found)
 
 
 @triton.jit
@@ -81,8 +84,8 @@ def again(magnitude, by, outer, SHARING: tl.constexpr):
     else:
         if SHARING.outer:
             divisor = divisor * outer.to(tl.float64)
-        wide = wide_of(magnitude) / tl.where(by == 0, 1.0, divisor)
-    return tl.where(by == 0, tl.where(magnitude > 0x7F800000, magnitude, 0), to_odd(wide))
+        wide = wide_of(magnitude) / divisor
+    return tl.where(by == 0, 0, to_odd(wide))
 
 
 @triton.jit
@@ -93,8 +96,8 @@ def _drawn(
     divisor = wide_of(by)
     if SHARING.outer:
         divisor = divisor * outer.to(tl.float64)
-    quotient = (wide_of(magnitude) / tl.where(by == 0, 1.0, divisor)).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-    quotient = tl.where(by == 0, tl.where(magnitude > 0x7F800000, 0x7FF8000000000000, 0), quotient)
+    quotient = (wide_of(magnitude) / divisor).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    quotient = tl.where(by == 0, 0, quotient)
     element, side = cast(quotient, sign.to(tl.int64) << 32, first, seed, numbers, FORM, COUNT)
     return bits_of(element.to(tl.float64, bitcast=True).to(tl.float32)), (side >> 32).to(tl.int32)
 

@@ -64,6 +64,13 @@ def ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
 
 
 @triton.jit
+def _to_scales(magnitude, numbers, FORM: tl.constexpr):
+    """Return magnitudes rounded to nearest; of numbers that are not negative no sign is looked at."""
+    found, _sign = cast(magnitude, magnitude, 0, 0, numbers, FORM, 1)  # nothing is drawn
+    return found
+
+
+@triton.jit
 def _rounded_ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
     """Return ratios of groups rounded to the few bits of the scale's format.
 
@@ -77,13 +84,13 @@ def _rounded_ratio(largest, outer, numbers, sharing, SHARING: tl.constexpr):
         float_of(largest) * (inverse * 0.99999904632568359375),
         float_of(largest) * (inverse * 1.00000095367431640625),
     )
-    found, _sign = cast(bits_of(low) & 0x7FFFFFFF, largest & 0, 0, 0, numbers, FORM, 1)
-    other, _sign = cast(bits_of(high) & 0x7FFFFFFF, largest & 0, 0, 0, numbers, FORM, 1)
+    found = _to_scales(bits_of(low) & 0x7FFFFFFF, numbers, FORM)
+    other = _to_scales(bits_of(high) & 0x7FFFFFFF, numbers, FORM)
     is_plain = (bits_of(divisor) >= 0x01000000) & (bits_of(divisor) < 0x7E000000)
     if tl.reduce(((found != other) | (is_plain == 0)).to(tl.int32), 0, tl.standard._elementwise_max) > 0:
         if SHARING.again:
             wide = wide_of(largest) / sharing.maximum / outer.to(tl.float64)
-            found, _sign = cast(to_odd(wide), largest & 0, 0, 0, numbers, FORM, 1)
+            found = _to_scales(to_odd(wide), numbers, FORM)
         else:
             found = found ^ 1
     return found

@@ -55,7 +55,7 @@ def _sum_by_halves(table, SIZE: tl.constexpr):
 @triton.jit
 def _error(wide, by, WHOLES: tl.constexpr, SIZE: tl.constexpr):
     """Return the squared errors in fp64 of rows of magnitudes under their scales."""
-    quotient = tl.where(by == 0, 0.0, wide / tl.where(by == 0, 1.0, by))
+    quotient = tl.where(by == 0, 0.0, wide / by)
     rest = _nearest_wide(quotient, WHOLES) * by - wide
     return _sum_by_halves(rest * rest, SIZE)
 
@@ -80,7 +80,7 @@ def _is_better(table, largest, by, other, outer, WHOLES: tl.constexpr, SIZE: tl.
     one = float_of(by) * outer
     two = one * 0.85714285714285714 if WHOLES else float_of(other) * outer
     size = float_of(largest)
-    is_usual = (one > 8.6e-19) & (two < 1e30) & (two <= 2.0 * one) & (2.0 * two > one) & (by < 0x7F800000)
+    is_usual = (one > 8.6e-19) & (two < 1e30) & (two <= 2.0 * one) & (2.0 * two > one)
     is_usual = is_usual & (size <= 8.0 * one) & (size <= 8.0 * two)
     x = float_of(table)
     first = x * inverted(tl.where(is_usual, one, 1.0))[:, None]
@@ -122,7 +122,7 @@ def _put_either(
     element = tl.where(by == 0, 0.0, element)
     doubt = (doubt & (by != 0)) | (hard != 0)
     if tl.reduce(doubt.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
-        exact = wide_of(magnitude) / tl.where((by == 0) | poisoned, 1.0, divisor)
+        exact = wide_of(magnitude) / divisor
         exact = tl.where(is_whole, _nearest_wide(exact, True), _nearest_wide(exact, False))
         element = tl.where((by == 0) | poisoned, 0.0, exact).to(tl.float32)
     side = tl.where(poisoned | (is_whole & (element == 0.0)), 0, sign)
