@@ -181,9 +181,10 @@ def begin(
             largest = tl.atomic_max(scratch, 0)
             value = largest.to(tl.float32, bitcast=True).to(tl.float64)
             rows = tl.arange(0, TABLE)
-            bound = tl.load(bounds + rows, mask=rows < size, other=0.0)
+            here = rows < size
+            bound = tl.load(bounds + rows, mask=here, other=0.0)
             passed = (bound < value).to(tl.int32) + (bound <= value).to(tl.int32)
-            place = tl.reduce(tl.where(rows < size, passed, 0), 0, tl.standard._sum_combine)
+            place = tl.reduce(tl.where(here, passed, 0), 0, tl.standard._sum_combine)
             exponent = tl.where(largest > 0, tl.load(guesses + place), of_zeros)
             tl.store(exponents + index, exponent)
             tl.store(before + index, exponent)
