@@ -197,6 +197,7 @@ def test_rows_of_other_lengths_are_not_packed_here() -> None:
     for shape in ((3, 7), (3, 6), (2, 8), ()):
         assert not calls.decode_packed(packed, e2m1.element, torch.empty(shape))
     assert not calls.decode_packed(packed, parse("e4m3fn").element, values)
+    assert calls.decode_packed(packed.expand(2, 3, 4).contiguous(), e2m1.element, values.expand(2, 3, 8).contiguous())
     assert calls.encode_packed(values, e2m1, Draw(0, 2)) is not None
     for x, seed, name in ((values, Draw(0, 3), "e2m1"), (torch.tensor(1.0), 0, "e2m1"), (values, 0, "e4m3fn")):
         assert calls.encode_packed(x, parse(name), seed) is None

@@ -84,7 +84,17 @@ def test_codes_are_rounded_in_a_direction_with_every_overflow(rounding: str, dty
 
 
 OVERFLOWS = ["e5m2:nan", "e5m2:stochastic:nan", "e5m2:stochastic-8:nan", "e4m3nuz:nan", "bf16:nearest-away:nan"]
-DIRECT = ["i8", "i8:stochastic", "i4", "i16:up", "e4m3fn:stochastic-1", "e4m3b127:stochastic-8", "ue4m3:stochastic"]
+DIRECT = [
+    "i8",
+    "i8:nearest-away",
+    "e4m3fn:nearest-away",
+    "i8:stochastic",
+    "i4",
+    "i16:up",
+    "e4m3fn:stochastic-1",
+    "e4m3b127:stochastic-8",
+    "ue4m3:stochastic",
+]
 
 
 @pytest.mark.parametrize("name", [*OVERFLOWS, *DIRECT])

@@ -39,7 +39,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         places = numpy.asarray(counter.handle.data, dtype=numpy.int64)
         is_first = {0: True, 1: False}[int(getattr(KIND, "value", KIND))]
         words = [[draw >> 32 * (WORDS - 1 - word) & 0xFFFFFFFF for word in range(WORDS)] for draw in draws]
-        words += [[0] * WORDS] * 4096
+        words += [[0x5A5A5A5A] * WORDS] * 4096  # behind the end, where zeros leave nothing open
         found = [
             [words[4 * place + turn][0] if is_first else words[place][turn + 1] for place in places]
             for turn in range(4)
@@ -98,7 +98,7 @@ def numbers_cut(cast: Cast, dtype: torch.dtype) -> list[float]:
     smallest = format.min_exponent if isinstance(format, FloatFormat) else 0
     half = 1 << (mantissa - 1)
     parts = [0, 1, 0x5A5A5B & (half - 1), half - 1, half, half + 1, 2 * half - 1]
-    depths = [3, 1, 0, -1, -2, -4, -9, -16, -17, -19, -31, -33, -60, -110, -170]
+    depths = [3, 1, 0, -1, -2, -4, -7, -9, -16, -17, -19, -31, -33, -60, -110, -170]
     exponents = [smallest + depth for depth in depths if smallest + depth >= low]
     found = [math.ldexp((1 << mantissa) + part, exponent - mantissa) for exponent in exponents for part in parts]
     found = [torch.tensor(value, dtype=torch.float64).to(dtype).item() for value in found]
@@ -111,7 +111,7 @@ CAST = [(f"e5m7:stochastic{way}", torch.float64) for way in WAYS]
 CAST += [(f"e5m7:stochastic{way}", torch.float32) for way in ("", "-8", "-b-8", "-c-15")]
 CAST += [("e4m3b123:stochastic-c-8", torch.float32), ("e10m10b1022:stochastic-c-8", torch.float64)]
 CAST += [("e11m7:stochastic", torch.float64), ("e2m20:stochastic", torch.float64)]
-CAST += [(f"{name}:stochastic{way}", torch.float32) for name in ("e4m3fn", "e4m7b108") for way in WAYS]
+CAST += [(f"{name}:stochastic{way}", torch.float32) for name in ("e4m3fn", "e4m7b120") for way in WAYS]
 CAST += [(f"{name}:stochastic{way}", torch.float32) for name in ("bf16", "i8") for way in ("", "-13", "-b-13", "-c-5")]
 CAST += [
     ("e6m22:stochastic", torch.float32),
@@ -128,7 +128,7 @@ def test_numbers_are_rounded_by_all_words(name: str, dtype: torch.dtype, drawn: 
     check(x.to(dtype), draws, cast)
 
 
-@pytest.mark.parametrize("name", ["e4m3fn", "e2m1", "e5m7", "e4m7b108", "i8", "bf16"])
+@pytest.mark.parametrize("name", ["e4m3fn", "e2m1", "e5m7", "e4m7b108", "e4m7b120", "i8", "bf16"])
 def test_numbers_that_a_word_decides_are_rounded_by_it(name: str, drawn: list[int]) -> None:
     cast = parse(f"{name}:stochastic")
     step = 1 << (31 - 19) if name in ("e4m3fn", "e2m1") else 1  # more than what a rounded product leaves open
@@ -140,6 +140,13 @@ def test_numbers_that_a_word_decides_are_rounded_by_it(name: str, drawn: list[in
                 values.append(value)
                 drawn.append(draw << 128 | 0x5A5A << 90)
     check(torch.tensor(values), list(drawn), cast)
+
+
+def test_a_word_between_a_number_and_its_product_that_was_rounded_up_leaves_it_to_all_bits(drawn: list[int]) -> None:
+    cast = parse("e4m3fn:stochastic")
+    for word, value in (((5 << 12) + 0xDFF, 5.875), ((5 << 12) + 0xE01, 5.875), (5 << 12, 5.125)):
+        drawn[:] = [word << 128]
+        check(torch.tensor([value * 2.0**-29]), list(drawn), cast)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 512), (3, 600), (9, 518)])

@@ -18,7 +18,7 @@ def quantize(x: Tensor, cast: Cast, seed: Seed, out: Tensor) -> None:
     if count == 0:
         return
     form, numbers = plan(cast, x.dtype)
-    source = x if x.is_contiguous() else x.contiguous()
+    source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source)
     key, first = key_of(x, seed, form.random_bits > 0)
     skipped = first % 4

@@ -19,7 +19,7 @@ def cast(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.co
             if FORM.has_zero:
                 rounded = tl.where(magnitude < numbers.flush_below, 0, rounded)
             else:
-                rounded = tl.where(magnitude < numbers.flush_below, numbers.flush_below, rounded)
+                rounded = tl.maximum(rounded, numbers.flush_below)
         if not (FORM.by_product and FORM.nan_beyond):  # else it is in `noisy`
             rounded = _overflowed(rounded, magnitude, sign, numbers, FORM)
         if not FORM.signed:
@@ -71,13 +71,13 @@ def directed(magnitude, sign, numbers, FORM: tl.constexpr):
     if FORM.overflow == "saturate":
         size = tl.minimum(magnitude, numbers.maximum)
     else:
-        size = tl.minimum(magnitude, numbers.maximum + ((1 << numbers.dropped) - 1))
+        size = tl.minimum(magnitude, numbers.maximum + numbers.below_half)
     if FORM.rounding == "up":
         side = sign
     elif FORM.rounding == "down":
         side = sign ^ -0x80000000
     else:
-        side = (sign & 0) | -0x80000000
+        side = sign | -0x80000000
     binade = tl.maximum(size & 0x7F800000, numbers.smallest_normal)
     bits = binade + (numbers.dropped << 23)
     value, power = (size | side).to(tl.float32, bitcast=True), (bits | side).to(tl.float32, bitcast=True)
@@ -182,9 +182,9 @@ def _overflowed(rounded, magnitude, sign, numbers, FORM: tl.constexpr):
     if FORM.two_ends:
         largest = tl.where(sign != 0, numbers.minimum, numbers.maximum)
     if FORM.overflow == "saturate":
-        rounded = tl.where(rounded > largest, largest, rounded)  # infinity, too
+        rounded = tl.minimum(rounded, largest)  # infinity, too
     elif FORM.nan_beyond:  # a NaN that was rounded up may have overflowed int32 into uint32
-        beyond = rounded.to(tl.uint32, bitcast=True) > tl.cast(largest, tl.uint32)
+        beyond = rounded.to(tl.uint32) > tl.cast(largest, tl.uint32)
         rounded = tl.where(beyond, infinity_bits(False) + quiet_bit(False), rounded)
     else:
         beyond = infinity_bits(FORM.wide)

@@ -27,7 +27,7 @@ def split(magnitude, numbers, FORM: tl.constexpr):
     For a shift of 56 or more both words are zero.
     """
     field = magnitude >> 23
-    hidden = (magnitude & 0) + 0x00800000
+    hidden = 0x00800000
     if FORM.reaches_subnormals:
         hidden = tl.where(field > 0, hidden, 0)
         field = tl.maximum(field, 1)
@@ -47,7 +47,7 @@ def noisy(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.constex
         rounded = (cut.to(tl.float32, bitcast=True) * grow).to(tl.int32, bitcast=True)
         if FORM.nan_beyond:  # a NaN may have overflowed int32 into uint32, and be no NaN any more
             largest = numbers.maximum - (numbers.grow - 0x3F800000)
-            beyond = cut.to(tl.uint32, bitcast=True) > largest.to(tl.uint32)
+            beyond = cut.to(tl.uint32) > largest.to(tl.uint32)
             rounded = tl.where(beyond, infinity_bits(False) + quiet_bit(False), rounded)
     elif FORM.varying:
         shift, _whole, digit = split(magnitude, numbers, FORM)
@@ -67,7 +67,7 @@ def drawn_up(magnitude, word, numbers):
     For the word w, rest > w >> (32 - dropped) is rest + (~w >> (32 - dropped)) >= 2**dropped.
     """
     noise = (word ^ 0xFFFFFFFF) >> tl.cast(32 - numbers.dropped, tl.uint32)
-    return magnitude + noise.to(tl.int32, bitcast=True)
+    return magnitude + noise.to(tl.int32)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def is_undecided(magnitude, first, seed, numbers, FORM: tl.constexpr, COUNT: tl.
     word = first_words(first, seed, COUNT)
     if FORM.by_product:
         up = lifted(magnitude, word, numbers, FORM)
-        below = (up * numbers.lift + numbers.lift).to(tl.uint32, bitcast=True)
+        below = (up * numbers.lift + numbers.lift).to(tl.uint32)
         found = tl.reduce(below, 0, tl.standard._elementwise_min) <= tl.cast(numbers.lift, tl.uint32)
     else:
         _shift, _whole, digit = split(magnitude, numbers, FORM)
@@ -113,8 +113,7 @@ def drawn_away(rest, shift, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr
     if FORM.random_bits > 32:
         below = word < digit
         if FORM.varying or FORM.wide:
-            left = rest & (((rest & 0) + 1 << tl.minimum(tl.maximum(shift - 32, 0), 62 if FORM.wide else 30)) - 1)
-            undecided = (word == digit) & (left != 0)
+            undecided = word == digit
             if tl.reduce(undecided.to(tl.int32), 0, tl.standard._elementwise_max) > 0:  # at most one number in 2**32
                 below = below | _below_later(rest.to(tl.int64), shift.to(tl.int64), undecided, first, seed, COUNT)
     else:
@@ -124,10 +123,10 @@ def drawn_away(rest, shift, first, seed, FORM: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def digit_at(rest, shift, PLACE: tl.constexpr):
-    """Return the 32 bits at PLACE (0 is the first) after the binary point of rest / 2**shift."""
+    """Return the 32 bits at PLACE (0 is the first) after the binary point of rest / 2**shift, and others above them."""
     MOST: tl.constexpr = 31 if rest.dtype == tl.int32 else 63
     up = 32 * (PLACE + 1) - shift
-    return tl.where(up < 32, rest << tl.maximum(up, 0) >> tl.minimum(tl.maximum(-up, 0), MOST), 0)
+    return rest << tl.minimum(tl.maximum(up, 0), MOST) >> tl.minimum(tl.maximum(-up, 0), MOST)
 
 
 @triton.jit

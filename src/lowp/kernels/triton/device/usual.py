@@ -32,7 +32,7 @@ def product_to_odd(element, by, outer, SHARING: tl.constexpr):
     """
     if SHARING.outer:
         few = float_of(element) * float_of(by)
-        scale = float_of((element & 0) + bits_of(outer))
+        scale = outer
     else:
         few = float_of(element)
         scale = float_of(by)
@@ -60,7 +60,7 @@ def divisors(by, highest, outer, SHARING: tl.constexpr):
     upper = float_of(bits_of(divisor) & -4096)
     if SHARING.outer:
         inverse = tl.where(by == 0, 0.0, inverse)
-        few = float_of((by & 0) + (bits_of(outer) & -4096))
+        few = float_of(bits_of(outer) & -4096)
         lower = (float_of(by) * few - upper) + float_of(by) * (outer - few)
     else:
         lower = divisor - upper
@@ -101,7 +101,7 @@ def nearest(magnitude, inverse, upper, lower, numbers, LAYOUT: tl.constexpr, SHA
     rest = tl.fma(-middle, lower, tl.fma(-middle, upper, value))
     bits = bits_of(sum)
     not_above = -bits_of(rest) - (bits & 1)  # negative if the rest is positive, or zero and the element odd
-    bits = bits + (not_above.to(tl.uint32, bitcast=True) >> 31).to(tl.int32, bitcast=True)
+    bits = bits + (not_above.to(tl.uint32) >> 31).to(tl.int32)
     return bits, power, binade
 
 
@@ -140,7 +140,7 @@ def any_bits(words, COUNT: tl.constexpr):
     """Return whether any of COUNT words is not zero; the maximum of a quarter of them, as `or` costs half of it."""
     one, other = tl.split(tl.reshape(words, (COUNT // 2, 2)))
     one, other = tl.split(tl.reshape(one | other, (COUNT // 4, 2)))
-    return tl.reduce((one | other).to(tl.uint32, bitcast=True), 0, tl.standard._elementwise_max) > 0
+    return tl.reduce((one | other).to(tl.uint32), 0, tl.standard._elementwise_max) > 0
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def put_nearest(
             code = (found ^ (sign >> 31)) - (sign >> 31)
         else:
             above = 24 if LAYOUT.in_byte else 28 if LAYOUT.in_nibble else 31 - codes.sign_place
-            side = (sign.to(tl.uint32, bitcast=True) >> tl.cast(above, tl.uint32)).to(tl.int32, bitcast=True)
+            side = (sign.to(tl.uint32) >> tl.cast(above, tl.uint32)).to(tl.int32)
             code = found + (binade >> numbers.dropped) - (numbers.smallest_normal >> numbers.dropped) | side
         store(out, start, end, code, LAYOUT)
     else:
