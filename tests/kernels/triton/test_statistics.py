@@ -51,14 +51,16 @@ def test_programs_of_several_blocks(length: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("highest", [-126, -120, -96, 0, 125, 127])
+@pytest.mark.parametrize("highest", [-126, -120, -97, 0, 127])
 def test_exponents_at_both_ends_of_a_window(highest: int, dtype: torch.dtype) -> None:
-    for below in (1, 28, 29, 30, 31):
-        for beyond in (0, 2, 3):  # by which a later block exceeds the first
+    for below in (28, 29, 30):
+        for beyond in (0, 3):  # by which a later block exceeds the first
             x = torch.full((256,), 1.5 * 2.0 ** max(highest - beyond, -126), dtype=dtype)
             x[5:10] = 0.0
             x[100] = 2.0 ** max(highest - below, -149)
             x[200] = 2.0**highest
+            check(x)
+            x[100] = torch.nextafter(x[100], x.new_zeros(()))  # all ones in the binade below
             check(x)
 
 
@@ -78,5 +80,5 @@ def test_programs_without_numbers() -> None:
 def test_programs_that_meet_other_numbers_keep_the_largest_where_these_are_not_counted() -> None:
     x = torch.ones(70)
     x[3] = 2.0**-60
-    histogram, *_ = found(x, others=False)
-    assert not histogram.any()
+    histogram, maximum, *_ = found(x, others=False)
+    assert not histogram.any() and int(maximum.view(torch.int64)) == 0x3F800000

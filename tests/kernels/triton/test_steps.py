@@ -425,15 +425,17 @@ def test_steps_of_chunks_of_several_blocks_with_specials(
 def test_checks_of_chunks_of_several_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     short_blocks(monkeypatch)
     generator = torch.Generator().manual_seed(0)
-    for place, bad in ((None, False), (70, True), (149, True), (3, True)):
-        gradients = [torch.randn(n, generator=generator).to(dtype) for n in (150, 64, 5)]
+    # of numbers of 8 bits many are midpoints after a product with 3 / 4
+    for place, bad, by in ((None, False, 0.75), (70, True, 1 / 3), (149, True, 0.75), (3, True, 0.75)):
+        gradients = [torch.randn(n, generator=generator).to(dtype) for n in (150, 64, 5, 40)]
+        gradients[3].zero_()
         gradients[0][20], gradients[1][63] = -90.0, 100.0
         gradients[2][:3] = torch.tensor([0.0, -0.0, 2.0**-14])
         if place is not None:
             gradients[0][place] = torch.nan if place == 3 else -torch.inf
         before = [one.clone().float() for one in gradients]
         wanted = [one.clone() for one in gradients]
-        found, inverse = torch.zeros(()), torch.tensor(1 / 3)
+        found, inverse = torch.zeros(()), torch.tensor(by)
         with kernels.use("triton"):
             seen = updates.check(gradients, found, inverse, histogram=True)
         torch._amp_foreach_non_finite_check_and_unscale_(wanted, torch.zeros(1), inverse)

@@ -109,7 +109,7 @@ def _count_all(x, row, start, count, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, 
     for turn in range(0, ROUNDS):
         here = places + turn * BLOCK
         magnitude, _sign = read(x, here, here < count, DTYPE, WIDE)
-        bins += tl.histogram(tl.minimum(_field(magnitude, WIDE), 255), 256, mask=here < count)
+        bins += tl.histogram(_field(magnitude, WIDE), 256, mask=here < count)
         zeros += ((magnitude == 0) & (here < count)).to(tl.int32)
         nans += (magnitude > infinity).to(tl.int32)
         infinities += (magnitude == infinity).to(tl.int32)

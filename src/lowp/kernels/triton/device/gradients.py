@@ -20,14 +20,14 @@ def _check_block(grads, inverse, places, mask, DTYPE: tl.constexpr, UNSCALE: tl.
             tl.store(grads + places, value.to(tl.float16).to(tl.int16, bitcast=True), mask=mask)
         else:
             half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, half)  # torch's NaN
+            half = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, half)
             tl.store(grads + places, half.to(tl.int16), mask=mask)
     return magnitude
 
 
 @triton.jit
 def _exponents(magnitude, mask):
-    field = tl.where((magnitude == 0) | (magnitude >= 0x7F800000), 255, magnitude >> 23)
+    field = tl.where(magnitude == 0, 255, magnitude >> 23)  # that of infinity and NaN, which is not counted
     return tl.histogram(field, 256, mask=mask)
 
 
@@ -54,17 +54,19 @@ def check(
         bins = tl.full((256,), 0, tl.int32)
     for start in range(0, CHUNK, BLOCK):
         places = first + start + tl.arange(0, BLOCK)
-        magnitude = _check_block(grads, scale, places, places < whole, DTYPE, UNSCALE)
+        here = places < whole
+        magnitude = _check_block(grads, scale, places, here, DTYPE, UNSCALE)
         most = tl.maximum(most, magnitude)
         if COUNTS:
-            bins += _exponents(magnitude, places < whole)
+            bins += _exponents(magnitude, here)
     size = tl.reduce(most, 0, tl.standard._elementwise_max)
     if first + CHUNK >= count:  # the last chunk: the elements after the last vector of 16
         last = whole + tl.arange(0, 16)
-        few = _check_block(grads, scale, last, last < count, DTYPE, UNSCALE)  # a name has one shape in Triton
+        is_left = last < count  # a name has one shape in Triton
+        few = _check_block(grads, scale, last, is_left, DTYPE, UNSCALE)
         size = tl.maximum(size, tl.reduce(few, 0, tl.standard._elementwise_max))
         if COUNTS:
-            bins += _exponents(few, last < count)
+            bins += _exponents(few, is_left)
     if size >= 0x7F800000:
         tl.store(found, 1.0)
     tl.atomic_max(largest + tensor, size)
