@@ -31,7 +31,7 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
             else:
                 HIDDEN: tl.constexpr = 1 << MANTISSA
                 field = magnitude >> MANTISSA
-                significand = tl.where(field > 0, (magnitude & (HIDDEN - 1)) | HIDDEN, magnitude)
+                significand = (magnitude & (HIDDEN - 1)) | tl.where(field > 0, HIDDEN, 0)
                 place = codes.dropped + codes.low_field - tl.maximum(field, 1)
                 small = significand >> tl.minimum(tl.maximum(place, 0), MANTISSA)
             code = tl.where(magnitude < codes.smallest_normal, small, code)

@@ -141,7 +141,7 @@ def _stepped(magnitude, sign, first, seed, numbers, FORM: tl.constexpr, COUNT: t
     HIDDEN: tl.constexpr = 1 << MANTISSA
     one = (magnitude & 0) + 1
     field = magnitude >> MANTISSA
-    significand = tl.where(field > 0, (magnitude & (HIDDEN - 1)) | HIDDEN, magnitude)
+    significand = (magnitude & (HIDDEN - 1)) | tl.where(field > 0, HIDDEN, 0)
     shift = (magnitude & 0) + numbers.dropped
     if FORM.varying:
         shift = shift + tl.maximum(numbers.low_field - tl.maximum(field, 1), 0)
