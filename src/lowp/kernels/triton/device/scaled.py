@@ -125,7 +125,7 @@ def elements(
     elif SHARING.power:
         quotient = bits_of(_over_power(magnitude, by, SHARING))
         element, side = cast(quotient, sign, first, seed, numbers, FORM, COUNT)
-        if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+        if FORM.by_more:
             if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
                 if SHARING.again:
                     element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)
@@ -154,7 +154,7 @@ def codes_under_powers(
     """Return the codes of `elements` under powers of two without computing their values, and which are NaN."""
     quotient = bits_of(_over_power(magnitude, by, SHARING))
     code = direct(quotient, sign, first, seed, numbers, codes, FORM, LAYOUT, COUNT)
-    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+    if FORM.by_more:
         if is_undecided(quotient, first, seed, numbers, FORM, COUNT):
             if SHARING.again:
                 element, side = cast(quotient, sign, first, seed, numbers, EXACT, COUNT)

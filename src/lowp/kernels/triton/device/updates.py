@@ -117,7 +117,7 @@ def _updated(weight, gradient, average, square, rates, form, WAY: tl.constexpr):
 @triton.jit
 def _cast(magnitude, sign, first, key, numbers, FORM: tl.constexpr, EXACT: tl.constexpr, COUNT: tl.constexpr):
     """Return magnitude and sign of fp32 values after a cast."""
-    if FORM.by_noise and FORM.varying and FORM.random_bits > 32:
+    if FORM.by_more:
         if is_undecided(magnitude, first, key, numbers, FORM, COUNT):
             magnitude, sign = cast(magnitude, sign, first, key, numbers, EXACT, COUNT)
         else:
