@@ -182,7 +182,7 @@ def test_the_compute_capability_chooses_the_kernel_of_a_gpu(
             integer.multiply(there, random_int16(2, 2))
 
 
-@pytest.mark.parametrize(("m", "n"), [(64, 100), (100, 64), (65, 129), (63, 127), (1, 66)])
+@pytest.mark.parametrize(("m", "n"), [(64, 100), (100, 64), (100, 99), (65, 129), (63, 127), (1, 66)])
 def test_tiles_of_every_row_column_and_batch_are_written(m: int, n: int) -> None:
     a, b = random_int16(2, m, 20), random_int16(2, 20, n)
     found = integer.multiply(a, b, dtype=torch.int64, kernel="triton")
@@ -215,3 +215,29 @@ def test_what_a_product_counts(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
     if depth <= products.DEPTH:  # a scale of zero needs no sum
         values, counts = products.matmul(a, b, torch.tensor(0.0, dtype=torch.float64), torch.int16, False, -32768)
         assert counts.tolist() == [0, 0, 0] and not values.any()
+
+
+def test_tiles_of_products() -> None:
+    from lowp.kernels.triton import products
+
+    assert (products.DEPTH, products.TILE, products.CHAINED_TILE) == (32768, (128, 64, 64, 8), (64, 32, 64, 8))
+    device, cpu = torch.empty(0, device="meta"), torch.empty(0)
+    assert products._tile(device, 500, 500, 500, False) == products.TILE
+    assert products._tile(device, 1, 1, 1, True) == products.CHAINED_TILE
+    for sizes, tile in (
+        *(((1, 16, 16), (16, 16, 16, 4)), ((17, 32, 17), (32, 32, 32, 4)), ((33, 64, 128), (64, 64, 128, 4))),
+        *(((65, 1000, 129), (64, 64, 256, 4)), ((15, 18, 1000), (16, 32, 256, 4)), ((31, 63, 65), (32, 64, 128, 4))),
+    ):
+        assert products._tile(cpu, *sizes, False) == products._tile(cpu, *sizes, True) == tile
+
+
+def test_products_of_nothing_start_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowp.kernels.triton import products
+
+    monkeypatch.setattr(products, "run", None)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    for m, depth, n in ((2, 0, 3), (0, 4, 3), (2, 4, 0)):
+        a, b = torch.ones(1, m, depth, dtype=torch.int16), torch.ones(1, depth, n, dtype=torch.int16)
+        for chained in (False, True):
+            values, counts = products.matmul(a, b, one, torch.float32, chained, -32768)
+            assert values.shape == (1, m, n) and not values.any() and counts.tolist() == [0, 0, 0]

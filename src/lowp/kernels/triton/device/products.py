@@ -33,16 +33,17 @@ def _total(
     low = high
     sum_a = tl.full((ROWS,), 0, tl.int32)
     sum_b = tl.full((COLUMNS,), 0, tl.int32)
+    in_rows, in_columns = rows < m, columns < n
     steps = (depth + DEPTH - 1) // DEPTH
     for step in range(0, steps):
         inner = step * DEPTH + tl.arange(0, DEPTH)
         left = tl.load(
             a + rows[:, None].to(tl.int64) * along_m + inner[None, :].to(tl.int64) * along_ak,
-            mask=(rows[:, None] < m) & (inner[None, :] < depth), other=0,
+            mask=in_rows[:, None] & (inner[None, :] < depth), other=0,
         )  # fmt: skip
         right = tl.load(
             b + inner[:, None].to(tl.int64) * along_bk + columns[None, :].to(tl.int64) * along_n,
-            mask=(inner[:, None] < depth) & (columns[None, :] < n), other=0,
+            mask=(inner[:, None] < depth) & in_columns[None, :], other=0,
         )  # fmt: skip
         left_high, left_low, right_high, right_low = _high(left), _low(left), _high(right), _low(right)
         high = tl.dot(left_high, right_high, high, out_dtype=tl.int32)
