@@ -75,7 +75,7 @@ def test_of_few_cut_bits_or_none_every_rounding_is_that_of_the_definition(name: 
 NEAR_THE_ENDS = {  # of fp32: quanta below its normal numbers, anchors above its largest power of two, no bit to cut
     "e4m3b126fnuz": ("nearest-even", "toward-zero", "up", "down:saturate", "stochastic", "stochastic-b-8"),
     "e5m10b121": ("up:nan", "down", "toward-zero:saturate", "stochastic", "stochastic-20", "stochastic-c-4"),
-    "e3m1b-107": ("nearest-even", "nearest-away", "up", "stochastic", "stochastic-8"),
+    "e4m3b-107": ("nearest-even", "nearest-away", "up", "stochastic", "stochastic-8"),
     "e6m23": ("nearest-even", "nearest-away", "down", "stochastic", "stochastic-32"),
     "ue4m0finite": ("nearest-even", "nearest-away", "up", "to-odd"),
     "e10m10b1022": ("nearest-even", "up", "stochastic-c-8"),  # of fp64

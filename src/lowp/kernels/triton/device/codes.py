@@ -25,9 +25,8 @@ def encoded(magnitude, sign, codes, LAYOUT: tl.constexpr):
             # or the significand shifted to its last bit
             MANTISSA: tl.constexpr = 52 if LAYOUT.wide else 23
             if LAYOUT.anchored:
-                anchor = (magnitude & 0) + codes.unit_anchor
-                sum = magnitude.to(tl.float32, bitcast=True) + anchor.to(tl.float32, bitcast=True)
-                small = sum.to(tl.int32, bitcast=True) - anchor
+                sum = magnitude.to(tl.float32, bitcast=True) + tl.cast(codes.unit_anchor, tl.float32, bitcast=True)
+                small = sum.to(tl.int32, bitcast=True) - codes.unit_anchor
             else:
                 HIDDEN: tl.constexpr = 1 << MANTISSA
                 field = magnitude >> MANTISSA
