@@ -141,6 +141,13 @@ def test_results_of_any_layout_are_written() -> None:
     assert torch.equal(again, codes)
 
 
+def test_the_codes_of_a_dtype_are_its_bits() -> None:
+    x = torch.tensor([-1.5, 0.0, -0.0, torch.inf, -torch.inf, 5e-324, -1.7e308], dtype=torch.float64)
+    raw, out = x.view(torch.int64).view(code_dtype(parse("fp64").element)), torch.empty_like(x)
+    calls.decode(raw, parse("fp64").element, out)
+    assert torch.equal(out.view(torch.int64), x.view(torch.int64))
+
+
 def test_of_nothing_there_are_no_codes() -> None:
     nothing = torch.empty(0, dtype=torch.uint8)
     assert calls.encode(torch.empty(0), parse("e4m3fn"), 0, nothing) == 0

@@ -71,6 +71,19 @@ def test_rows_of_every_size_are_those_of_the_definition(text: str, way: str, mon
 
 
 @pytest.mark.parametrize("way", ["rows", "parts"])
+@pytest.mark.parametrize("text", ["e4m3fn@e8m0/row", "e2m1@e8m0/row"])
+def test_rows_under_powers_of_two_are_those_of_the_definition(
+    text: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 64)
+    monkeypatch.setattr(scaled, "LONG_ROW", 80 if way == "parts" else 96)
+    x = extremes(float(parse(text).element.maximum))
+    check(x[4:6].bfloat16(), text)
+    x[2, 5], x[5, 90], x[4], x[3, 95] = torch.inf, -torch.inf, torch.inf, torch.nan
+    check(x, text)
+
+
+@pytest.mark.parametrize("way", ["rows", "parts"])
 def test_infinities_may_become_nan(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED_BLOCK", 64)
     monkeypatch.setattr(scaled, "LONG_ROW", 80 if way == "parts" else 96)
