@@ -448,3 +448,85 @@ def test_checks_of_chunks_of_several_blocks(dtype: torch.dtype, monkeypatch: pyt
         every = every[every.isfinite() & (every != 0)]
         fields = (every.abs().view(torch.int32) >> 23).bincount(minlength=256)
         assert torch.equal(seen.histogram.flatten().long(), fields)
+
+
+def test_the_table_of_a_host_has_the_addresses_numbers_and_chunks_of_each_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two, three, four = (torch.zeros(count) for count in (20, 70, 20, 70))
+    found = steps.table([[one, two], [three, four]], [7, 8])
+    assert found.addresses.tolist() == [
+        [one.data_ptr(), three.data_ptr(), 20, 7],
+        [two.data_ptr(), four.data_ptr(), 70, 8],
+    ]
+    assert found.chunks.tolist() == [[0, 0], [1, 0]] and found.chunks.dtype is torch.int32
+    assert (found.aligned, found.chunk, found.block) == (True, 128, 128)
+    assert [steps.table([[torch.zeros(count)]]).block for count in (1, 16, 17, 32)] == [16, 16, 32, 32]
+    assert not steps.table([[one, two[1:]]]).aligned and not steps.table([[one[2:]], [three]]).aligned
+    assert steps.table([[one, two[4:]]]).aligned
+    monkeypatch.setattr(steps, "INTERPRETED_BLOCK", 32)
+    assert steps.table([[one, two, torch.zeros(32)]]).chunks.tolist() == [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0]]
+
+
+def test_copies_wait_in_pinned_memory_which_a_captured_graph_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Host:
+        def pin_memory(self) -> Host:
+            return pinned
+
+        def to(self, device: torch.device, non_blocking: bool) -> tuple[Host, torch.device, bool]:
+            return self, device, non_blocking
+
+    host, pinned, device, capturing = Host(), Host(), torch.device("cuda", 0), [False]
+    monkeypatch.setattr(steps, "_of_graphs", [])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    assert steps._there(host, torch.device("cpu")) is host
+    assert steps._there(host, device) == (pinned, device, True) and steps._of_graphs == []
+    capturing[0] = True
+    assert steps._there(host, device) == (pinned, device, True) and steps._of_graphs == [(pinned,)]
+
+
+def test_programs_of_a_step_have_blocks_of_whole_groups_in_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def run(kernel: Any, grid: tuple[int, ...], *given: Any, warps: int) -> None:
+        calls.append((kernel.fn.__name__, *grid, *given[-4:], warps))
+
+    monkeypatch.setattr(steps, "run", run)
+    for options, count, place, wanted in (
+        ({}, 70, 0, (32, True, 128, 128, 4)),
+        ({"moments": "bf16"}, 70, 0, (32, True, 128, 128, 8)),
+        ({"moments": "mxfp8"}, 10, 0, (32, True, 16, 32, 8)),
+        ({"masters": "stochastic"}, 100_000, 0, (32, True, 1 << 17, 1 << 16, 8)),
+        ({"moments": "bf16"}, 3000, steps.BLOCK, (32, True, 4096, 1024, 8)),
+        ({}, 3000, steps.BLOCK, (32, True, 4096, 4096, 4)),
+    ):
+        weight = nn.Parameter(torch.zeros(count))
+        optimizer = SGD([weight], lr=0.1, momentum=0.9, **options)  # type: ignore[arg-type]
+        monkeypatch.setattr(SGD, "_places", lambda self, parameter, place=place: place)
+        weight.grad = torch.ones_like(weight)
+        with kernels.use("triton"):
+            optimizer.step()
+        assert calls == [("step", 1, *wanted)], (options, count, place)
+        calls.clear()
+
+
+def test_gradients_without_numbers_start_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "run", None)
+    found = steps.check([torch.empty(0), torch.empty(0, 3)], None, torch.zeros(()), None)
+    assert found.tolist() == [0.0, 0.0] and found.dtype is torch.float32
+
+
+def test_blocks_behind_the_first_share_of_a_whole_draw_by_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for way in ("bitwise", "triton"):
+        weight = nn.Parameter(torch.linspace(-2, 2, 150))
+        optimizer = SGD([weight], lr=0.1, momentum=0.9, masters="stochastic", moments="mxfp8:stochastic", seed=7)
+        monkeypatch.setattr(SGD, "_places", lambda self, parameter: 3 << 16)
+        if found:
+            short_blocks(monkeypatch)
+        for step in range(2):
+            give([weight], step)
+            with kernels.use(way):
+                optimizer.step()
+        found.append([weight.detach(), *optimizer.state[weight].values()])
+    assert all(map(torch.equal, *found))
