@@ -233,7 +233,9 @@ def test_elements_and_scales_have_a_kernel_whose_products_fp32_holds() -> None:
         assert {text: served(text, torch.float32, codes) for text in has} == has
 
 
-@pytest.mark.parametrize("text", ["mxfp8:up", "int8:stochastic", "mxfp8:static(0)", "int8-affine", "e4m3fn@e8m0/24"])
+@pytest.mark.parametrize(
+    "text", ["mxfp8:up", "int8:stochastic", "mxfp8:static(0)", "int8-affine", "e4m3fn@e8m0/24", "nvfp4:4/6:stochastic"]
+)
 def test_what_no_kernel_has_is_computed_as_before(text: str) -> None:
     x = numbers(torch.float32)
     with kernels.use("triton"):

@@ -102,7 +102,7 @@ def test_the_numbers_of_a_scale() -> None:
 
 def test_no_kernel_has_other_scales_and_scopes() -> None:
     for text in (
-        *("e4m3fn", "int8:delayed", "mxfp8:static(0)", "int8-affine", "nvfp4:eden"),
+        *("e4m3fn", "int8:delayed", "mxfp8:static(0)", "int8-affine", "nvfp4:eden", "nvfp4:4/6:stochastic"),
         *("e2m1@e4m3fn@fp32/row:4/6", "e2m1@fp32/16:4/6", "e2m1@e4m3fn@fp32/4x16:stochastic"),
         *(
             "e2m1@bf16/16",

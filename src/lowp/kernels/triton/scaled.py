@@ -88,7 +88,9 @@ def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | Non
     format, scaling = cast.format, cast.scaling
     if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
         return None
-    if scaling.rule == "eden" or (_is_tried(cast) and (format.outer is None or format.scope.kind != "block")):
+    if scaling.rule == "eden":
+        return None
+    if _is_tried(cast) and (format.outer is None or format.scope.kind != "block" or cast.is_stochastic):
         return None
     if dtype is torch.float64 or not _is_small(format.element) or (format.scope.kind == "tile" and cast.is_stochastic):
         return None

@@ -120,7 +120,7 @@ def _put_either(
     half = tl.where(is_whole, 0.5, half)
     doubt = tl.abs(quotient - element) >= half - quotient * 9.5367431640625e-07  # 2**-20
     element = tl.where(by == 0, 0.0, element)
-    doubt = (doubt & (by != 0)) | (hard != 0)
+    doubt = doubt | (hard != 0)
     if tl.reduce(doubt.to(tl.int32), 0, tl.standard._elementwise_max) > 0:
         exact = wide_of(magnitude) / divisor
         exact = tl.where(is_whole, _nearest_wide(exact, True), _nearest_wide(exact, False))
