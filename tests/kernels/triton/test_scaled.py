@@ -345,3 +345,28 @@ def test_signs_of_a_rotation_are_those_of_the_definition(size: int) -> None:
     for seed in (7, torch.tensor(2**61 + 12345)):
         cpu = torch.device("cpu")
         assert torch.equal(calls.signs(size, seed, cpu), hadamard.signs(size, seed, cpu))
+
+
+@pytest.mark.parametrize("text", ["mxfp8:current(headroom=8)", "mxfp8:nearest-away:current(headroom=8)"])
+def test_midpoints_under_the_largest_scale_are_decided_alike(text: str) -> None:
+    x = torch.arange(32, 60) / 32 * 2.0**127  # elements from 1 on are eighths, and their midpoints sixteenths
+    x = torch.cat((x, x[:4] / 2**7)).view(1, 32)
+    wanted, codes = lowp.quantize(x, text), lowp.encode(x, text)
+    with kernels.use("triton"):
+        assert torch.equal(lowp.quantize(x, text), wanted)
+        found = lowp.encode(x, text)
+    assert torch.equal(found.payload, codes.payload) and torch.equal(found.scale, codes.scale)
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4:nearest-away"])
+def test_quotients_by_subnormal_products_of_scales_are_rounded_once(text: str) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randint(1, 13, (16, 32), generator=generator) / 2 * (1 + torch.rand(16, 1, generator=generator))
+    x[:, 0] = 6.5
+    for power in (-118, -123, -127):
+        scaled = x * 2.0**power
+        with kernels.use("reference"):
+            wanted = lowp.encode(scaled, text)
+        with kernels.use("triton"):
+            found = lowp.encode(scaled, text)
+        assert torch.equal(found.payload, wanted.payload) and torch.equal(found.scale, wanted.scale), power
