@@ -52,8 +52,8 @@ def check(x: Tensor, text: str, packed: bool = False, seed: int = 5) -> None:
     [
         ("int8", "parts"),
         ("int8", "rows"),
-        ("int4", "parts"),
-        ("int4", "rows"),
+        ("i4s@fp32/row", "parts"),
+        ("i4s@fp32/row", "rows"),
         ("e4m3fn@fp32/row", "parts"),
         ("e4m3fn@fp32/row", "rows"),
         ("e5m2@fp32/row:stochastic", "parts"),
@@ -67,7 +67,7 @@ def test_rows_of_every_size_are_those_of_the_definition(text: str, way: str, mon
     x[2, 5], x[5, 90], x[4] = torch.inf, -torch.inf, torch.inf
     if text.startswith("e"):
         x[3, 95], x[6] = torch.nan, torch.nan
-    check(x, text, packed=text == "int4")
+    check(x, text, packed=parse(text).element.bits == 4)
 
 
 @pytest.mark.parametrize("way", ["rows", "parts"])
@@ -81,6 +81,13 @@ def test_rows_under_powers_of_two_are_those_of_the_definition(
     check(x[4:6].bfloat16(), text)
     x[2, 5], x[5, 90], x[4], x[3, 95] = torch.inf, -torch.inf, torch.inf, torch.nan
     check(x, text)
+
+
+@pytest.mark.parametrize("text", ["e2m1@e4m3fn@fp32/row", "e4m3fn@e4m3fn@fp32/channel"])
+def test_rows_under_an_outer_scale_are_computed_without_a_kernel(text: str) -> None:
+    x = extremes(1.0)
+    check(x, text)
+    assert scaled.quantize_groups(x, parse(text), 0) is None
 
 
 @pytest.mark.parametrize("way", ["rows", "parts"])

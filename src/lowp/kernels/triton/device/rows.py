@@ -76,7 +76,7 @@ def rows(
             more, _side = _read(x, start + inside, length, DTYPE, SHARING)
             highest = tl.maximum(highest, tl.reduce(more, 0, tl.standard._elementwise_max))
             largest = tl.maximum(largest, tl.reduce(finite(more), 0, tl.standard._elementwise_max))
-    outer = tl.load(outers) if SHARING.outer else 1.0
+    outer = 1.0  # rows have no other
     key = tl.load(seed) if FORM.random_bits else 0
     by, inverse, upper, lower, hard = _scale(
         scales, row, row >= 0, highest, largest, outer, scale_numbers, scale_codes, sharing, SHARING
@@ -108,7 +108,7 @@ def parts(
     first += row * length
     magnitude, sign = _read(x, start + tl.arange(0, BLOCK), length, DTYPE, SHARING)
     highest, largest = tl.load(maxima + 2 * row), tl.load(maxima + 2 * row + 1)
-    outer = tl.load(outers) if SHARING.outer else 1.0
+    outer = 1.0  # rows have no other
     key = tl.load(seed) if FORM.random_bits else 0
     by, inverse, upper, lower, hard = _scale(
         scales, row, start == 0, highest, largest, outer, scale_numbers, scale_codes, sharing, SHARING
