@@ -126,7 +126,8 @@ def digit_at(rest, shift, PLACE: tl.constexpr):
     """Return the 32 bits at PLACE (0 is the first) after the binary point of rest / 2**shift, and others above them."""
     MOST: tl.constexpr = 31 if rest.dtype == tl.int32 else 63
     up = 32 * (PLACE + 1) - shift
-    return rest << tl.minimum(tl.maximum(up, 0), MOST) >> tl.minimum(tl.maximum(-up, 0), MOST)
+    left, right = tl.minimum(tl.maximum(up, 0), MOST), tl.minimum(tl.maximum(-up, 0), MOST)
+    return tl.where(up < 0, rest >> right, rest << left)  # one after the other takes 70 registers more
 
 
 @triton.jit
