@@ -113,12 +113,8 @@ def nodes_of(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 def _retaining() -> list[Tensor]:
     """Return the non-leaf tensors that retain gradients: every pass adds to their `.grad`, and no node lists them."""
-    return [tensor for tensor in _alive(Tensor) if tensor.retains_grad and not tensor.is_leaf]
-
-
-def _alive(kind: type) -> list[Any]:
-    """Return all objects of a type."""
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [tensor for tensor in tensors if tensor.retains_grad and not tensor.is_leaf]
 
 
 def _can_run_twice(nodes: Sequence[Any]) -> bool:
@@ -128,7 +124,7 @@ def _can_run_twice(nodes: Sequence[Any]) -> bool:
     early, as a try does where a node refuses to run twice: they would reduce nothing from then on, and say nothing.
     A selective checkpoint gives away what it has saved: the first pass through it succeeds, and a second one raises.
     """
-    if _alive(_SelectiveCheckpoint):
+    if any(issubclass(type(one), _SelectiveCheckpoint) for one in gc.get_objects()):
         return False
     names = {type(node).__name__ for node in nodes}
     wrappers = [wrapper() for node in nodes if (wrapper := getattr(node, "ddp_weakref", None)) is not None]

@@ -85,27 +85,30 @@ def _is_tried(cast: Cast) -> bool:
 @functools.lru_cache(maxsize=256)
 def planned(cast: Cast, dtype: torch.dtype, codes: bool) -> ScaledCastPlan | None:
     """Return the plan of a cast; None if no kernel supports it and torch computes it in fp64."""
-    format, scaling = cast.format, cast.scaling
-    if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
-        return None
-    if scaling.rule == "eden":
-        return None
-    if _is_tried(cast) and (format.outer is None or format.scope.kind != "block" or cast.is_stochastic):
-        return None
-    if dtype is torch.float64 or not _is_small(format.element) or (format.scope.kind == "tile" and cast.is_stochastic):
-        return None
-    is_power = _is_power(format)
-    if is_power and codes and format.scope.kind == "tensor":  # of zeros alone the scale is 1
+    if dtype is torch.float64 or not _is_possible(cast, codes):
         return None
     # a draw compares all bits of a quotient, which fp32 holds of powers of two alone
-    is_wide = cast.is_stochastic and not is_power
+    is_wide = cast.is_stochastic and not _is_power(definition.scaled_format(cast))
     form, numbers = plan(cast.element_cast, torch.float64 if is_wide else torch.float32)
-    shape, places = layout(format.element, False)
+    shape, places = layout(cast.element, False)
     shared = _shared(cast)
     sharing, shape = _sharing(cast, dtype, codes, form, shape)
     second = shared._replace(maximum=4.0, inverse=0.25, inverse_rest=0.0) if _is_tried(cast) else None
     found = ScaledCastPlan(form, numbers, shape, places, sharing, shared, numbers, places, second)
     return _of_powers(found, cast) if sharing.power else _of_ratios(found, cast)
+
+
+def _is_possible(cast: Cast, codes: bool) -> bool:
+    """Whether a kernel computes scales as the cast chooses them, for all its groups, and rounds its elements."""
+    format, scaling = cast.format, cast.scaling
+    if not isinstance(format, ScaledFormat) or scaling is None or scaling.kind != "current" or format.affine:
+        return False
+    is_tried, scope = _is_tried(cast), format.scope.kind
+    if scaling.rule == "eden" or not _is_small(format.element) or (is_tried and (not format.outer or scope != "block")):
+        return False
+    if cast.is_stochastic and (is_tried or scope == "tile"):
+        return False
+    return not (codes and scope == "tensor" and _is_power(format))  # of zeros alone the scale is 1
 
 
 def _is_power(format: ScaledFormat) -> bool:
